@@ -1,0 +1,82 @@
+"""The K/V cache of committed tokens: the only code that touches cache slots.
+
+Slots below `length` hold committed tokens in order; slots at or above it are never read.
+A forward reads the cache and returns the keys and values of its own tokens beside it; only
+`append` writes, once a step, after every read. So under a `while_loop` with donated state
+the write happens in place, and a rejected node never enters the cache at all.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle_jax.layers import KV
+
+
+class KVCache(NamedTuple):
+    """Keys and values per layer, and how many slots of each row are committed."""
+
+    k: tuple[Float[Array, "B K C S"], ...]
+    v: tuple[Float[Array, "B K C S"], ...]
+    length: Int[Array, " B"]
+
+    @property
+    def n_slots(self) -> int:
+        return self.k[0].shape[-1] if self.k else 0
+
+
+def init(
+    n_layers: int, rows: int, n_kv_heads: int, head_dim: int, slots: int, dtype: str
+) -> KVCache:
+    """Returns an empty cache."""
+    shape = (rows, n_kv_heads, head_dim, slots)
+    return KVCache(
+        k=tuple(jnp.zeros(shape, dtype) for _ in range(n_layers)),
+        v=tuple(jnp.zeros(shape, dtype) for _ in range(n_layers)),
+        length=jnp.zeros((rows,), jnp.int32),
+    )
+
+
+def committed(cache: KVCache, n_queries: int) -> Bool[Array, "B T S"]:
+    """Returns the mask under which every query sees all committed slots."""
+    slots = jnp.arange(cache.n_slots)
+    seen = slots[None, None, :] < cache.length[:, None, None]
+    return jnp.broadcast_to(seen, (seen.shape[0], n_queries, seen.shape[2]))
+
+
+def append(
+    cache: KVCache, new: tuple[KV, ...], count: Int[Array, " B"]
+) -> KVCache:
+    """Writes new tokens behind the committed ones and commits the first `count` of each row.
+
+    The caller guarantees room for the whole block (`decode.start` checks it before
+    anything runs): `dynamic_update_slice` would otherwise move the block back over
+    committed slots without a word.
+    """
+    return KVCache(
+        k=tuple(_write(c, n.k, cache.length) for c, n in zip(cache.k, new, strict=True)),
+        v=tuple(_write(c, n.v, cache.length) for c, n in zip(cache.v, new, strict=True)),
+        length=cache.length + count,
+    )
+
+
+def _write(
+    old: Float[Array, "B K C S"], new: Float[Array, "B K C T"], start: Int[Array, " B"]
+) -> Float[Array, "B K C S"]:
+    new = new.astype(old.dtype)
+    if old.shape[0] == 1:  # a plain slice update, which compilers do in place
+        return jax.lax.dynamic_update_slice(old, new, (0, 0, 0, start[0]))
+    return jax.vmap(lambda o, n, s: jax.lax.dynamic_update_slice(o, n, (0, 0, s)))(
+        old, new, start
+    )
+
+
+def take(new: tuple[KV, ...], path: Int[Array, "B M"]) -> tuple[KV, ...]:
+    """Picks the tokens at `path` out of each layer's new keys and values, row by row."""
+    index = path[:, None, None, :]
+    return tuple(
+        KV(jnp.take_along_axis(k, index, -1), jnp.take_along_axis(v, index, -1))
+        for k, v in new
+    )

@@ -1,0 +1,184 @@
+"""Array maths of one decoder block, shared by target and draft.
+
+Activations are `[D, B, T]`: all matrices are `[out, in]` and multiply from the left. Keys
+and values live as `[B, K, C, S]`, the form in which one query row reads them fastest.
+Attention takes several *segments* of keys (the committed cache, the new tokens, a tree's
+scratch) under one softmax, so that nothing has to be copied together first.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle_jax.config import RopeScaling
+
+Params = dict[str, Any]
+
+
+class Segment(NamedTuple):
+    """Keys and values with the mask that says which queries may look at which slots."""
+
+    k: Float[Array, "B K C S"]
+    v: Float[Array, "B K C S"]
+    mask: Bool[Array, "B T S"]
+
+
+def linear(w: Float[Array, "*out_in"], x: Float[Array, "*in B T"]) -> Array:
+    """Multiplies a matrix `[*out, *in]` with every token of `[*in, B, T]`.
+
+    It is always one plain matrix product: compilers are known to transpose weights for
+    einsums over split axes. Float32 products ask for full precision: TPUs otherwise round
+    their inputs to bfloat16, and greedy identity would not be a float32 claim any more.
+    """
+    n_in = x.ndim - 2
+    out, inner = w.shape[: w.ndim - n_in], math.prod(x.shape[:n_in])
+    precision = "highest" if x.dtype == jnp.float32 else None
+    flat = x.reshape(inner, -1)
+    product = jnp.dot(w.reshape(-1, inner), flat, precision=precision)
+    return product.reshape(*out, *x.shape[n_in:])
+
+
+def rms_norm(
+    x: Float[Array, "D B T"], scale: Float[Array, " D"], eps: float
+) -> Float[Array, "D B T"]:
+    """Normalises every token to unit root mean square; statistics in float32."""
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=0, keepdims=True) + eps)
+    return (x32 * inverse).astype(x.dtype) * scale[:, None, None]
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None
+) -> Float[Array, " C2"]:
+    """Returns the rotation speed of each channel pair, in radians per position.
+
+    "dynamic" scaling changes nothing up to its original length, the only range in which
+    `decode` accepts it: beyond, every new token would re-rotate the whole cache.
+    """
+    speed = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None or scaling.kind == "dynamic":
+        return speed
+    if scaling.kind == "linear":
+        return speed / scaling.factor
+    # Llama-3.1: waves longer than the original context are stretched by `factor`, short
+    # ones are kept, and those between are blended.
+    waves = scaling.original_length * speed / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = jnp.clip((waves - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return (1 - kept) * speed / scaling.factor + kept * speed
+
+
+def rotate(
+    x: Float[Array, "H C B T"],
+    positions: Int[Array, "B T"],
+    speed: Float[Array, " C2"],
+) -> Float[Array, "H C B T"]:
+    """Applies rotary position embedding, split-half form, angles computed in float32.
+
+    Angles come from the closed formula, not from a table, so no position is out of range.
+    """
+    angle = speed[:, None, None] * positions.astype(jnp.float32)[None]
+    cos = jnp.cos(angle).astype(x.dtype)[None]
+    sin = jnp.sin(angle).astype(x.dtype)[None]
+    first, second = jnp.split(x, 2, axis=1)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=1
+    )
+
+
+class KV(NamedTuple):
+    """Keys (rotated) and values of the tokens of one forward, for one layer."""
+
+    k: Float[Array, "B K C T"]
+    v: Float[Array, "B K C T"]
+
+
+def attention(
+    q: Float[Array, "H C B T"], segments: tuple[Segment, ...], own: tuple[KV, ...] = ()
+) -> Float[Array, "H C B T"]:
+    """Attends to all segments under one float32 softmax, K/V heads shared by groups.
+
+    A query that may look at nothing (padding) gets a mean of everything, never NaN.
+
+    Args:
+      own: keys and values that only the query in the same place sees, as in the unrolled
+        steps of EAGLE-3's training (traineagle3/cnets.py:277-305).
+    """
+    H, C, B, T = q.shape
+    K = segments[0].k.shape[1]
+    precision = "highest" if q.dtype == jnp.float32 else None
+    einsum = functools.partial(jnp.einsum, precision=precision)
+    grouped = q.reshape(K, H // K, C, B, T) * jnp.asarray(C**-0.5, q.dtype)
+    scores = []
+    for k, _, mask in segments:
+        score = einsum("KGCBT,BKCS->BKGTS", grouped, k).astype(jnp.float32)
+        scores.append(jnp.where(mask[:, None, None], score, -1e30))
+    for k, _ in own:
+        score = einsum("KGCBT,BKCT->BKGT", grouped, k).astype(jnp.float32)
+        scores.append(score[..., None])
+    top = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
+    weights = [jnp.exp(score - jax.lax.stop_gradient(top)) for score in scores]
+    total = sum(w.sum(-1, keepdims=True) for w in weights)
+    shares = [(w / total).astype(q.dtype) for w in weights]
+    out = jnp.zeros((), q.dtype)
+    for p, (_, v, _) in zip(shares, segments, strict=False):
+        out = out + einsum("BKGTS,BKCS->KGCBT", p, v)
+    for p, (_, v) in zip(shares[len(segments) :], own, strict=True):
+        out = out + einsum("BKGT,BKCT->KGCBT", p[..., 0], v)
+    return out.reshape(H, C, B, T)
+
+
+def project(
+    params: Params,
+    x: Float[Array, "D B T"],
+    positions: Int[Array, "B T"],
+    speed: Float[Array, " C2"],
+    eps: float,
+) -> tuple[Float[Array, "H C B T"], KV]:
+    """Makes rotated queries, and keys and values in cache form, from normed activations."""
+    q = linear(params["wq"], x)
+    k = linear(params["wk"], x)
+    v = linear(params["wv"], x)
+    if "bq" in params:
+        q = q + params["bq"][..., None, None]
+        k = k + params["bk"][..., None, None]
+        v = v + params["bv"][..., None, None]
+    if "q_norm" in params:
+        q = _channel_norm(q, params["q_norm"], eps)
+        k = _channel_norm(k, params["k_norm"], eps)
+    q, k = rotate(q, positions, speed), rotate(k, positions, speed)
+    return q, KV(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3))
+
+
+def _channel_norm(
+    x: Float[Array, "H C B T"], scale: Float[Array, " C"], eps: float
+) -> Float[Array, "H C B T"]:
+    """Normalises each head over its own channels (Qwen3)."""
+    return jax.vmap(lambda head: rms_norm(head, scale, eps))(x)
+
+
+def mlp(params: Params, x: Float[Array, "D B T"]) -> Float[Array, "D B T"]:
+    """Gated feed-forward: down(silu(gate) * up)."""
+    gate = linear(params["w_gate"], x)
+    up = linear(params["w_up"], x)
+    return linear(params["w_down"], jax.nn.silu(gate) * up)
+
+
+def attend_and_mlp(
+    params: Params,
+    residual: Float[Array, "D B T"],
+    q: Float[Array, "H C B T"],
+    segments: tuple[Segment, ...],
+    eps: float,
+    own: tuple[KV, ...] = (),
+) -> Float[Array, "D B T"]:
+    """Second half of a block: attention onto the residual, then the feed-forward."""
+    with jax.named_scope("attention"):
+        mixed = attention(q, segments, own)
+        x = residual + linear(params["wo"], mixed)
+    with jax.named_scope("mlp"):
+        return x + mlp(params, rms_norm(x, params["mlp_norm"], eps))

@@ -1,0 +1,129 @@
+"""The target: a Llama-family model that also returns the features a draft head reads.
+
+The layers are a Python list of parameter dicts, each array laid out once at load: on CPUs a
+scan over stacked weights copies every layer's weights before it reads them.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle_jax import cache as cache_lib
+from eagle_jax.cache import KVCache
+from eagle_jax.config import TargetConfig
+from eagle_jax.layers import (
+    KV,
+    Params,
+    Segment,
+    attend_and_mlp,
+    linear,
+    project,
+    rms_norm,
+    rope_frequencies,
+)
+
+
+class TargetOutput(NamedTuple):
+    """What one forward over T tokens gives.
+
+    Args:
+      top: after the final norm: the feature of EAGLE-1, and what `logits` multiplies.
+      taps: un-normed residual streams entering `cfg.taps`, concatenated low to high: the
+        feature of EAGLE-3 (SafeAILab/EAGLE modeling_llama_kv.py:1137-1139).
+      new: keys and values of the T tokens, layer by layer; not yet in the cache.
+    """
+
+    top: Float[Array, "D B T"]
+    taps: Float[Array, "E B T"]
+    new: tuple[KV, ...]
+
+
+def init(key: Array, cfg: TargetConfig) -> Params:
+    """Returns random parameters (for tests and for shape checks of big configs)."""
+
+    def normal(key: Array, *shape: int) -> Array:
+        scale = shape[-1] ** -0.5
+        return (scale * jax.random.normal(key, shape)).astype(cfg.dtype)
+
+    D, F, H = cfg.d_model, cfg.d_mlp, cfg.n_heads
+    K, C = cfg.n_kv_heads, cfg.head_dim
+    ones = jnp.ones(D, cfg.dtype)
+    layers = []
+    for layer_key in jax.random.split(key, cfg.n_layers):
+        keys = jax.random.split(layer_key, 10)
+        layer = {
+            "attn_norm": ones,
+            "wq": normal(keys[0], H, C, D),
+            "wk": normal(keys[1], K, C, D),
+            "wv": normal(keys[2], K, C, D),
+            "wo": normal(keys[3], D, H * C).reshape(D, H, C),
+            "mlp_norm": ones,
+            "w_gate": normal(keys[4], F, D),
+            "w_up": normal(keys[5], F, D),
+            "w_down": normal(keys[6], D, F),
+        }
+        if cfg.qkv_bias:
+            layer |= {
+                "bq": normal(keys[7], H, C),
+                "bk": normal(keys[8], K, C),
+                "bv": normal(keys[9], K, C),
+            }
+        if cfg.qk_norm:
+            layer |= {"q_norm": jnp.ones(C, cfg.dtype), "k_norm": jnp.ones(C, cfg.dtype)}
+        layers.append(layer)
+    embed_key, head_key = jax.random.split(jax.random.fold_in(key, 1))
+    params: Params = {
+        "embed": normal(embed_key, cfg.vocab_size, D),
+        "layers": layers,
+        "norm": ones,
+    }
+    if not cfg.tied:
+        params["head"] = normal(head_key, cfg.vocab_size, D)
+    return params
+
+
+def forward(
+    params: Params,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    mask: Bool[Array, "B T T"],
+    cache: KVCache,
+    cfg: TargetConfig,
+) -> TargetOutput:
+    """Runs T new tokens against the committed cache and each other.
+
+    Args:
+      positions: rotary position of each token.
+      mask: which of the T tokens each of them may look at (causal, packed or tree-shaped);
+        committed cache slots are always visible. A cache without slots is skipped.
+    """
+    speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
+    x = embed(params, tokens)
+    past = cache_lib.committed(cache, tokens.shape[1])
+    taps, new = [], []
+    for i, layer in enumerate(params["layers"]):
+        if i in cfg.taps:
+            taps.append(x)
+        with jax.named_scope("qkv"):
+            normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
+            q, kv = project(layer, normed, positions, speed, cfg.norm_eps)
+        segments = (Segment(kv.k, kv.v, mask),)
+        if cache.n_slots:
+            segments = (Segment(cache.k[i], cache.v[i], past), *segments)
+        x = attend_and_mlp(layer, x, q, segments, cfg.norm_eps)
+        new.append(kv)
+    top = rms_norm(x, params["norm"], cfg.norm_eps)
+    return TargetOutput(top=top, taps=jnp.concatenate(taps), new=tuple(new))
+
+
+def embed(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "D B T"]:
+    """Looks up token embeddings."""
+    return params["embed"][tokens].transpose(2, 0, 1)
+
+
+def logits(params: Params, top: Float[Array, "D B T"]) -> Float[Array, "V B T"]:
+    """Scores the next token from the final-norm output, in float32."""
+    head = params.get("head", params["embed"])
+    return linear(head, top).astype(jnp.float32)

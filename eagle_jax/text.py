@@ -1,0 +1,192 @@
+"""Tokenizer and chat template of a target, from the files its weights come from.
+
+A template writes its own special tokens, the first one included, so `encode` adds none.
+"""
+
+import datetime
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.sandbox
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
+
+from eagle_jax.weights import read_gguf
+
+
+class Text(NamedTuple):
+    """Tokenizer and chat template; strings are "" where a target has none."""
+
+    tokenizer: Tokenizer
+    template: str
+    bos: str
+    eos: str
+
+
+def load_text(path: Path) -> Text:
+    """Loads tokenizer and template from a .gguf file or a Hugging Face folder.
+
+    Raises:
+      ValueError: a file is missing or damaged, or the kind of tokenizer is unsupported.
+    """
+    return _from_gguf(path) if path.is_file() else _from_folder(path)
+
+
+def render(
+    text: Text, messages: list[dict[str, Any]], add_generation_prompt: bool
+) -> str:
+    """Writes a conversation as one string, by the target's own chat template.
+
+    Args:
+      messages: dicts with "role" and "content".
+      add_generation_prompt: end with the opening of an assistant's turn.
+
+    Raises:
+      ValueError: there is no template, or it refuses the messages.
+    """
+    if not text.template:
+        raise ValueError("this target has no chat template; give plain text instead")
+    try:
+        return _compile(text.template).render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=text.bos,
+            eos_token=text.eos,
+            tools=None,
+            documents=None,
+        )
+    except jinja2.TemplateError as err:
+        raise ValueError(f"the chat template refuses these messages: {err}") from err
+
+
+def encode(text: Text, string: str) -> list[int]:
+    """Returns token ids; special tokens in `string` are recognised, none are added."""
+    return text.tokenizer.encode(string, add_special_tokens=False).ids
+
+
+def decode(text: Text, ids: Sequence[int], skip_special: bool = True) -> str:
+    """Returns the text of `ids`, without special tokens unless asked for."""
+    return text.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+
+@functools.cache
+def _compile(template: str) -> jinja2.Template:
+    # The environment that published templates are written for (transformers
+    # chat_template_utils.py); sandboxed, since a template is downloaded code.
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    env.filters["tojson"] = _to_json
+    env.globals["raise_exception"] = _raise
+    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return env.from_string(template)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # jinja2's own filter escapes HTML.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _from_folder(path: Path) -> Text:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{path} has no tokenizer.json; save the tokenizer in its fast form there"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as err:  # tokenizers raises plain Exception
+        raise ValueError(f"{file} is damaged or too new ({err})") from err
+    # Training leftovers in some files; they would cut or pad prompts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = path / "tokenizer_config.json"
+    try:
+        c = json.loads(config.read_text("utf-8")) if config.is_file() else {}
+    except ValueError as err:
+        raise ValueError(f"{config} is not whole JSON ({err})") from err
+    jinja = path / "chat_template.jinja"
+    template = c.get("chat_template") or ""
+    if jinja.is_file():
+        template = jinja.read_text("utf-8")
+    elif isinstance(template, list):  # several named ones
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default", "")
+    bos, eos = (_content(c.get(key)) for key in ("bos_token", "eos_token"))
+    return Text(tokenizer, template, bos, eos)
+
+
+def _content(token: str | dict[str, Any] | None) -> str:
+    return token["content"] if isinstance(token, dict) else token or ""
+
+
+_CONTROL, _USER_DEFINED = 3, 4
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _splitter(pre: str) -> PreTokenizer | None:
+    """Returns how text is cut before merging, by its name in llama.cpp llama-vocab."""
+    if pre in ("gpt-2", "default"):
+        return ByteLevel(add_prefix_space=False)
+    if pre == "smollm":
+        first: PreTokenizer = Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([first, ByteLevel(add_prefix_space=False)])
+    if pre in ("llama-bpe", "qwen2"):
+        words = _WORDS % ("{1,3}" if pre == "llama-bpe" else "")
+        first = Split(Regex(words), "isolated")
+        rest = ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([first, rest])
+    return None
+
+
+def _from_gguf(path: Path) -> Text:
+    fields = read_gguf(path).fields
+    f = {k.removeprefix("tokenizer.ggml."): v for k, v in fields.items()}
+    kind, pre = f.get("model"), f.get("pre", "default")
+    splitter = _splitter(pre)
+    if kind != "gpt2" or splitter is None or "merges" not in f:
+        raise ValueError(
+            f"{path}: tokenizer model={kind!r}, pre={pre!r} is not supported (gpt2 "
+            f"with smollm, gpt-2, llama-bpe or qwen2 is); use the Hugging Face folder"
+        )
+    tokens = f["tokens"]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ", 1)) for merge in f["merges"]],
+            # Llama 3 takes a word that is a token whole, even if no merge makes it.
+            ignore_merges=pre == "llama-bpe",
+        )
+    )
+    tokenizer.pre_tokenizer = splitter  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    kinds = list(zip(tokens, f.get("token_type", ()), strict=False))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False) for token, k in kinds if k == _CONTROL]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False)
+            for token, k in kinds
+            if k == _USER_DEFINED
+        ]
+    )
+    bos, eos = (f.get(f"{end}_token_id") for end in ("bos", "eos"))
+    return Text(
+        tokenizer,
+        fields.get("tokenizer.chat_template", ""),
+        "" if bos is None else tokens[bos],
+        "" if eos is None else tokens[eos],
+    )

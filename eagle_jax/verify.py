@@ -1,0 +1,146 @@
+"""Which drafted nodes survive, and what comes next: the only sampler of the project.
+
+`sample` says what the target would emit at every node; plain decoding calls the same
+function on a tree of one node, so the two laws cannot drift apart. `walk` is integer work.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from eagle_jax.config import SamplingConfig
+from eagle_jax.tree import Tree, ancestors, path_of
+
+
+class Verdict(NamedTuple):
+    """The accepted branch.
+
+    Args:
+      path: node indices from the root (first) down the accepted branch, padded with 0.
+      n_accepted: drafted nodes on it; the root and the bonus token do not count.
+      next_token: the target's token at its end, and the next root.
+    """
+
+    path: Int[Array, "B M"]
+    n_accepted: Int[Array, " B"]
+    next_token: Int[Array, " B"]
+
+
+def sample(
+    keys: Key[Array, " B"], logits: Float[Array, "V B N"], cfg: SamplingConfig
+) -> Int[Array, "B N"]:
+    """Draws, at every node, the token the target says there.
+
+    Args:
+      keys: one key per row, consumed. A row's draws do not depend on the other rows.
+    """
+    if cfg.temperature == 0:
+        return jnp.argmax(logits, axis=0).astype(jnp.int32)
+    u = jax.vmap(lambda key: jax.random.uniform(key, logits.shape[2:]))(keys)
+    return _inverse_cdf(distribution(logits, cfg), u)
+
+
+def distribution(
+    logits: Float[Array, "V B N"], cfg: SamplingConfig
+) -> Float[Array, "V B N"]:
+    """Returns the law p of the next token: temperature, then top-k, top-p, min-p.
+
+    Tokens tied with the last one kept are kept as well, so the law does not depend on how
+    a sort breaks ties.
+    """
+    # The largest logit is taken off before the division: a tiny temperature then gives the
+    # argmax instead of infinities.
+    logits = (logits - logits.max(axis=0, keepdims=True)) / max(cfg.temperature, 1e-6)
+    filters = [_top_k, _top_p, _min_p]
+    if cfg.top_p_first:
+        filters = [_top_p, _top_k, _min_p]
+    for keep in filters:
+        logits = keep(logits, cfg)
+    return jax.nn.softmax(logits, axis=0)
+
+
+def _top_k(logits: Float[Array, "V B N"], cfg: SamplingConfig) -> Float[Array, "V B N"]:
+    if cfg.top_k == 0 or cfg.top_k >= logits.shape[0]:
+        return logits
+    smallest = jax.lax.top_k(logits.transpose(1, 2, 0), cfg.top_k)[0][..., -1]
+    return jnp.where(logits >= smallest[None], logits, -jnp.inf)
+
+
+def _top_p(logits: Float[Array, "V B N"], cfg: SamplingConfig) -> Float[Array, "V B N"]:
+    """Keeps the smallest set of likeliest tokens whose mass reaches top_p."""
+    if cfg.top_p in (0, 1):
+        return logits
+    p = jax.nn.softmax(logits, axis=0)
+    ordered = -jnp.sort(-p, axis=0)
+    before = jnp.cumsum(ordered, axis=0) - ordered
+    smallest = jnp.where(before < cfg.top_p, ordered, 2.0).min(axis=0)
+    return jnp.where(p >= smallest[None], logits, -jnp.inf)
+
+
+def _min_p(logits: Float[Array, "V B N"], cfg: SamplingConfig) -> Float[Array, "V B N"]:
+    """Keeps tokens at least `min_p` times as likely as the likeliest."""
+    if cfg.min_p == 0:
+        return logits
+    least = logits.max(axis=0, keepdims=True) + math.log(cfg.min_p)
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+_BLOCK = 256
+
+
+def _inverse_cdf(
+    p: Float[Array, "V B N"], u: Float[Array, "B N"]
+) -> Int[Array, "B N"]:
+    """Returns the first token whose cumulative probability exceeds u.
+
+    Two levels, blocks of tokens first: a running sum over a whole vocabulary would take
+    most of the time of a step. A token of probability 0 is never returned.
+    """
+    V = p.shape[0]
+    block = min(_BLOCK, V)
+    p = jnp.pad(p, ((0, -V % block), (0, 0), (0, 0))).reshape(-1, block, *p.shape[1:])
+    mass = jnp.cumsum(p.sum(axis=1), axis=0)
+    goal = (u * mass[-1])[None]
+    # Rounding may leave the goal at the very end of a sum: fall back on the last token
+    # that has any mass.
+    chosen = jnp.minimum(jnp.sum(mass <= goal, axis=0), _last_positive(p.sum(axis=1)))
+    inside = jnp.take_along_axis(p, chosen[None, None], axis=0)[0]
+    before = jnp.take_along_axis(mass, chosen[None], axis=0) - inside.sum(axis=0)[None]
+    within = jnp.sum(before + jnp.cumsum(inside, axis=0) <= goal, axis=0)
+    within = jnp.minimum(within, _last_positive(inside))
+    # A cumulative sum can pass the goal at a token of no mass only through rounding of
+    # `before`; the next token with mass is then the right one.
+    index = jnp.arange(block)[:, None, None]
+    usable = jnp.where((inside > 0) & (index >= within[None]), index, block)
+    return (chosen * block + usable.min(axis=0)).astype(jnp.int32)
+
+
+def _last_positive(p: Float[Array, "X B N"]) -> Int[Array, "B N"]:
+    index = jnp.arange(p.shape[0])[:, None, None]
+    return jnp.where(p > 0, index, 0).max(axis=0)
+
+
+def walk(tree: Tree, sampled: Int[Array, "B N"], depth: int) -> Verdict:
+    """Follows each tree from the root for as long as the target agrees with it.
+
+    A node is kept if its token is what the target sampled at its parent and its parent is
+    kept. Siblings carry distinct tokens, so one branch survives at most. The emitted tokens
+    are draws of the target, whatever the tree (EAGLE-2/3 acceptance; equals EAGLE-1
+    Algorithm 1 with q a point mass, SafeAILab/EAGLE utils.py:375-415).
+
+    Args:
+      sampled: the target's draw at every node; node n speaks about the children of n.
+      depth: most drafted tokens on one path.
+    """
+    wanted = jnp.take_along_axis(sampled, tree.parents, axis=1)
+    agrees = (tree.tokens == wanted) | (tree.depths == 0)
+    above = ancestors(tree.parents, depth)
+    kept = jnp.all(agrees[:, None, :] | ~above, axis=-1)
+    path = path_of(kept, tree.depths, depth)
+    n_accepted = jnp.sum(kept, axis=1) - 1
+    end = jnp.take_along_axis(path, n_accepted[:, None], axis=1)
+    next_token = jnp.take_along_axis(sampled, end, axis=1)[:, 0]
+    return Verdict(path=path, n_accepted=n_accepted, next_token=next_token)

@@ -1,0 +1,183 @@
+"""What every driver shares: flags, configuration, the target, result lines, progress."""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from absl import app, flags, logging
+
+from eagle_jax import config as config_lib
+from eagle_jax import text as text_lib
+from eagle_jax import weights
+from eagle_jax.config import Config, TargetConfig
+from eagle_jax.layers import Params
+from eagle_jax.text import Text
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("config", "configs/smollm2_135m.py", "Config file with get_config().")
+flags.DEFINE_multi_string("set", [], "field=value, such as tree.depth=6; repeatable.")
+flags.DEFINE_string("out", "out", "Folder for heads, checkpoints and results.")
+
+
+class Setup(NamedTuple):
+    """A target, loaded: what drivers work with."""
+
+    cfg: Config
+    target_cfg: TargetConfig
+    target_params: Params
+    text: Text
+    target_hash: str
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a driver; a fault of the user's input becomes one line and exit code 1."""
+
+    def guarded(argv: list[str]) -> None:
+        if len(argv) > 1:
+            sys.exit(f"error: unexpected argument {argv[1]!r}; flags start with --")
+        logging.set_verbosity(logging.WARNING)
+        _prepare_jax()
+        try:
+            main()
+        except (ValueError, OSError, FloatingPointError) as fault:
+            if os.environ.get("EAGLE_JAX_TRACEBACK"):
+                raise
+            sys.exit(f"error: {fault}")
+        except KeyboardInterrupt:
+            sys.exit("interrupted; the same command goes on from the last checkpoint")
+
+    app.run(guarded)
+
+
+def _prepare_jax() -> None:
+    """Keeps compiled programs on disk, so that a second start is quick."""
+    folder = weights.default_cache_dir() / "xla"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+def load_config() -> Config:
+    """Reads --config and applies every --set."""
+    path = Path(FLAGS.config)
+    if not path.exists():
+        path = ROOT / FLAGS.config
+    if not path.is_file():
+        known = ", ".join(sorted(f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py")))
+        raise ValueError(f"no config file {FLAGS.config!r}; there are {known}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cfg: Config = module.get_config()
+    for assignment in FLAGS.set:
+        cfg = config_lib.override(cfg, assignment)
+    return cfg
+
+
+def load_setup(cfg: Config) -> Setup:
+    """Loads the target a config names."""
+    if cfg.target_source == "tiny":
+        tiny = importlib.import_module("configs.tiny")
+        target_cfg, params, text = tiny.load()
+        return Setup(cfg, target_cfg, params, text, "tiny")
+    path = weights.resolve(cfg.target_source)
+    target_cfg, params = weights.load_target(path, dtype=cfg.dtype, taps=cfg.taps)
+    text = text_lib.load_text(path)
+    return Setup(cfg, target_cfg, params, text, weights.target_hash(path))
+
+
+def describe_device() -> str:
+    """Names what the run computes on."""
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        kind = f"cpu, {os.cpu_count()} cores"
+    return f"{len(devices)} x {kind}" if len(devices) > 1 else kind
+
+
+def commit() -> str:
+    """Returns the commit of this code, "unknown" outside a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def print_config(cfg: Config) -> None:
+    """Prints every setting that differs from its default, nested ones dotted."""
+
+    def walk(value: Any, default: Any, path: str) -> Iterator[str]:
+        for field in dataclasses.fields(value):
+            mine, theirs = getattr(value, field.name), getattr(default, field.name, None)
+            name = f"{path}{field.name}"
+            if dataclasses.is_dataclass(mine):
+                yield from walk(mine, theirs, name + ".")
+            elif mine != theirs:
+                yield f"{name}={mine}"
+
+    print("config   " + "  ".join(walk(cfg, Config(name=""), "")))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Reads a JSON lines file; a last line torn by a kill is dropped with a warning."""
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            print(f"{path}:{number}: not a JSON line, ignored", file=sys.stderr)
+    return rows
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Appends one JSON line, and starts a new line if the file ends in a torn one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write((json.dumps(row) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class Progress:
+    """Prints a line of progress with an estimate of what is left, now and then."""
+
+    def __init__(self, name: str, total: int, done: int = 0, every: float = 10.0):
+        self.name, self.total, self.first = name, total, done
+        self.every, self.started, self.printed = every, time.monotonic(), 0.0
+
+    def show(self, done: int, note: str = "") -> None:
+        """Reports `done` of `total`; prints if it is time, or the end."""
+        now = time.monotonic()
+        if done < self.total and now - self.printed < self.every:
+            return
+        self.printed = now
+        fresh = done - self.first
+        left = (now - self.started) / fresh * (self.total - done) if fresh > 0 else 0.0
+        eta = f"ETA {int(left) // 60}:{int(left) % 60:02d}" if fresh > 0 else ""
+        print(f"{self.name} {done}/{self.total}  {note}  {eta}", flush=True)

@@ -1,0 +1,252 @@
+"""Decodes evaluation prompts, speculatively and plainly in turn, and counts."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax import decode, draft, heads, metrics, target
+from eagle_jax import text as text_lib
+from eagle_jax.config import DecodeConfig
+from eagle_jax.data import Question
+from eagle_jax.layers import Params
+from eagle_jax.metrics import Answer, Turn
+from experiments.common import Progress, Setup
+
+
+class Method(NamedTuple):
+    """A way to decode: parameters with the draft tied in, and its config."""
+
+    params: Params
+    cfg: DecodeConfig
+
+
+def load_method(setup: Setup, folder: Path) -> Method:
+    """Loads a head and ties it to the target; warns if it belongs to another one."""
+    t = setup.target_cfg
+    head = heads.load_head(folder, target=t, dtype=setup.cfg.dtype)
+    for note in head.notes:
+        print(f"head     {note}")
+    hashes = (head.meta.get("target_hash"), setup.target_hash)
+    dtypes = (head.meta.get("target_dtype"), setup.cfg.dtype)
+    for what, (theirs, ours) in {"target": hashes, "precision": dtypes}.items():
+        if theirs not in (None, ours):
+            print(
+                f"WARNING: this head was trained for {what} {theirs}, this run uses "
+                f"{ours}. Output stays exact, but expect few accepted tokens."
+            )
+    if head.taps is not None and head.taps != t.taps and head.cfg.head == "eagle3":
+        t = dataclasses.replace(t, taps=head.taps)
+    tied = draft.tie(head.params, setup.target_params, head.cfg)
+    params = {"target": setup.target_params, "draft": tied}
+    return Method(
+        params, DecodeConfig(t, head.cfg, setup.cfg.tree, setup.cfg.sampling)
+    )
+
+
+class TaskResult(NamedTuple):
+    """Answers of both methods to the prompts of one set."""
+
+    task: str
+    answers: list[Answer]
+    baseline: list[Answer]
+    n_identical: int
+    n_near_tie: int
+    mismatches: list[str]
+
+
+_warm: set[tuple[Any, ...]] = set()
+
+
+def answer(
+    method: Method, prompts: list[list[int]], max_new_tokens: int, seed: int, max_len: int
+) -> list[Turn]:
+    """Decodes one batch and times it; a shape's first call is compiled and warmed up."""
+    shape = (
+        method.cfg,
+        len(prompts),
+        decode.bucket(max(map(len, prompts)) + max_new_tokens + method.cfg.tree.depth),
+        max_new_tokens,
+    )
+    if shape not in _warm:
+        _decode(method, prompts, max_new_tokens, seed, max_len)
+        _warm.add(shape)
+    return _decode(method, prompts, max_new_tokens, seed, max_len)
+
+
+def _decode(
+    method: Method, prompts: list[list[int]], max_new_tokens: int, seed: int, max_len: int
+) -> list[Turn]:
+    params, cfg = method
+    began = time.perf_counter()
+    state = decode.start(params, prompts, cfg, max_new_tokens, seed, max_len)
+    jax.block_until_ready(state)
+    prefilled = time.perf_counter()
+    with jax.transfer_guard("disallow"):  # proves that the loop never asks the host
+        _, out = decode.jit_loop(params, state, cfg, max_new_tokens)
+        jax.block_until_ready(out)
+    ended = time.perf_counter()
+    rows = decode.unpack(out)
+    n_accepted, n_emitted = np.asarray(out.n_accepted), np.asarray(out.n_emitted)
+    return [
+        Turn(
+            tokens=row,
+            n_accepted=[int(n) for n in accepted if n >= 0],
+            n_emitted=[int(n) for n in emitted if n >= 0],
+            seconds=(ended - prefilled) / len(rows),
+            prefill_seconds=(prefilled - began) / len(rows),
+        )
+        for row, accepted, emitted in zip(rows, n_accepted, n_emitted, strict=True)
+    ]
+
+
+def run_task(
+    setup: Setup,
+    method: Method,
+    plain: Method,
+    task: str,
+    questions: list[Question],
+    max_new_tokens: int,
+    batch: int,
+    progress: Progress,
+    done: int,
+) -> TaskResult:
+    """Answers every turn of every question with both methods, back to back.
+
+    A later turn's context holds the method's own earlier answers.
+
+    Raises:
+      ValueError: a prompt does not fit into `max_len`.
+    """
+    answers: list[Answer] = [[] for _ in questions]
+    baseline: list[Answer] = [[] for _ in questions]
+    same = [True] * len(questions)
+    near = [False] * len(questions)
+    mismatches: list[str] = []
+    greedy = method.cfg.sampling.temperature == 0
+    for start in range(0, len(questions), batch):
+        group = range(start, min(start + batch, len(questions)))
+        for turn in range(max(len(questions[i].turns) for i in group)):
+            asking = [i for i in group if turn < len(questions[i].turns)]
+            for which, kept in ((method, answers), (plain, baseline)):
+                if method is plain and kept is baseline:
+                    continue  # plain decoding is its own baseline
+                prompts = [_prompt(setup, questions[i], kept[i]) for i in asking]
+                new = answer(
+                    which, prompts, max_new_tokens, setup.cfg.seed, setup.cfg.max_len
+                )
+                for i, one in zip(asking, new, strict=True):
+                    kept[i].append(one)
+            if method is plain or not greedy:
+                continue
+            for i in asking:
+                ours, theirs = answers[i][-1].tokens, baseline[i][-1].tokens
+                if not same[i] or ours == theirs:
+                    continue
+                same[i] = False
+                prompt = _prompt(setup, questions[i], baseline[i][:-1])
+                tie = near_tie(method, prompt, ours, theirs)
+                near[i] = tie.is_near
+                mismatches.append(f"{task} {questions[i].id} turn {turn}: {tie}")
+        progress.show(done + group.stop, task)
+    if method is plain:
+        baseline = answers
+    return TaskResult(
+        task=task,
+        answers=answers,
+        baseline=baseline,
+        n_identical=sum(same),
+        n_near_tie=sum(near),
+        mismatches=mismatches,
+    )
+
+
+def _prompt(setup: Setup, question: Question, so_far: Answer) -> list[int]:
+    messages = []
+    for i, said in enumerate(question.turns[: len(so_far) + 1]):
+        messages.append({"role": "user", "content": said})
+        if i < len(so_far):
+            reply = text_lib.decode(setup.text, so_far[i].tokens)
+            messages.append({"role": "assistant", "content": reply})
+    rendered = text_lib.render(setup.text, messages, add_generation_prompt=True)
+    return text_lib.encode(setup.text, rendered)
+
+
+class Tie(NamedTuple):
+    """How close the target's two best tokens were where two greedy answers part.
+
+    Args:
+      gap: target's top-2 logit gap there.
+      noise: largest logit difference between a tree-shaped and a one-token forward.
+    """
+
+    at: int
+    gap: float
+    noise: float
+
+    @property
+    def is_near(self) -> bool:
+        return self.gap < self.noise
+
+
+def near_tie(
+    method: Method, prompt: list[int], ours: list[int], theirs: list[int]
+) -> Tie:
+    """Measures whether a mismatch can be rounding: gap against the noise of the shapes."""
+    at = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+        min(len(ours), len(theirs)),
+    )
+    context = prompt + theirs[:at]
+    params, cfg = method
+    state = decode.start(params, [context[:-1]], cfg, 2)
+    n_nodes = cfg.tree.n_nodes
+    root = jnp.asarray(context[-1:], jnp.int32)
+    one = _node_logits(params["target"], state, root[None], cfg)
+    filler = jnp.asarray(context[-n_nodes:], jnp.int32)[None]
+    many = jnp.concatenate([root[None], filler], axis=1)[:, :n_nodes]
+    tree = _node_logits(params["target"], state, many, cfg)
+    best = np.sort(np.asarray(one))
+    return Tie(
+        at=at,
+        gap=float(best[-1] - best[-2]),
+        noise=float(np.max(np.abs(np.asarray(one) - np.asarray(tree)))),
+    )
+
+
+def _node_logits(
+    params: Params, state: decode.DecodeState, tokens: jax.Array, cfg: DecodeConfig
+) -> jax.Array:
+    """Logits of the first of several nodes that do not see each other."""
+    n = tokens.shape[1]
+    positions = jnp.broadcast_to(state.target_cache.length[:, None], (1, n))
+    mask = jnp.eye(n, dtype=bool)[None]
+    out = target.forward(params, tokens, positions, mask, state.target_cache, cfg.target)
+    return target.logits(params, out.top[:, :, :1])[:, 0, 0]
+
+
+def summary(result: TaskResult, depth: int, greedy: bool) -> dict[str, Any]:
+    """Turns answers into the numbers of a result line."""
+    ours, plain = result.answers, result.baseline
+    fast = metrics.tokens_per_second(ours, with_prefill=False)
+    slow = metrics.tokens_per_second(plain, with_prefill=False)
+    fast_all = metrics.tokens_per_second(ours, with_prefill=True)
+    slow_all = metrics.tokens_per_second(plain, with_prefill=True)
+    return {
+        "n_prompts": len(ours),
+        "n_identical": result.n_identical if greedy else None,
+        "n_near_tie": result.n_near_tie if greedy else None,
+        "n_looping": len(ours) - len(metrics.without_loops(ours)),
+        "tau_pooled": metrics.tau_pooled(ours),
+        "tau_by_prompt": metrics.tau_by_prompt(ours),
+        "tau_without_loops": metrics.tau_pooled(metrics.without_loops(ours)),
+        "acceptance_by_depth": metrics.acceptance_by_depth(ours, depth),
+        "tokens_per_second": fast,
+        "baseline_tokens_per_second": slow,
+        "speedup": fast / slow,
+        "speedup_with_prefill": fast_all / slow_all,
+    }

@@ -1,0 +1,110 @@
+"""Answers a prompt, or chats, with a head; accepted draft tokens are shown in green.
+
+    python -m experiments.generate --head=DIR --prompt="Why is the sky blue?"
+    python -m experiments.generate --head=DIR              (chat; an empty line ends it)
+"""
+
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+
+from eagle_jax import decode
+from eagle_jax import text as text_lib
+from eagle_jax.config import DecodeConfig
+from experiments import common, evaluator
+from experiments.common import Setup
+from experiments.evaluator import Method
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("head", "", "Folder of a head; empty decodes plainly.")
+flags.DEFINE_string("prompt", "", "One prompt to answer; empty starts a chat.")
+flags.DEFINE_integer("max_new_tokens", 256, "Most new tokens per answer.")
+flags.DEFINE_bool("color", True, "Show accepted draft tokens in green.")
+
+GREEN, PLAIN_COLOR = "\033[32m", "\033[0m"
+
+
+def main() -> None:
+    setup = common.load_setup(common.load_config())
+    if FLAGS.head:
+        method = evaluator.load_method(setup, Path(FLAGS.head))
+    else:
+        print("no --head: plain decoding")
+        method = Method(
+            {"target": setup.target_params},
+            DecodeConfig(setup.target_cfg, sampling=setup.cfg.sampling),
+        )
+    messages: list[dict[str, str]] = []
+    while True:
+        said = FLAGS.prompt or _ask()
+        if not said:
+            return
+        messages.append({"role": "user", "content": said})
+        reply = answer(setup, method, messages)
+        messages.append({"role": "assistant", "content": reply})
+        if FLAGS.prompt:
+            return
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def answer(setup: Setup, method: Method, messages: list[dict[str, str]]) -> str:
+    """Streams one answer and prints what it took."""
+    rendered = text_lib.render(setup.text, messages, add_generation_prompt=True)
+    prompt = text_lib.encode(setup.text, rendered)
+    params, cfg = method
+    state = decode.start(
+        params, [prompt], cfg, FLAGS.max_new_tokens, setup.cfg.seed, setup.cfg.max_len
+    )
+    jax.block_until_ready(state)
+    tokens = [int(state.root[0])]
+    drafted = [False]
+    n_steps, seconds = 0, 0.0
+    shown = _show(setup, tokens, drafted, "")
+    while not bool(state.done[0]) and len(tokens) < FLAGS.max_new_tokens:
+        began = time.perf_counter()
+        state, info = decode.jit_step(params, state, cfg)
+        info = jax.device_get(info)
+        n = int(info.n_emitted[0])
+        if n_steps:  # the first step compiles
+            seconds += time.perf_counter() - began
+        n_steps += 1
+        tokens += np.asarray(info.tokens)[0, :n].tolist()
+        drafted += [i < int(info.n_accepted[0]) for i in range(n)]
+        shown = _show(setup, tokens, drafted, shown)
+    new = tokens[: FLAGS.max_new_tokens]
+    tau = (len(tokens) - 1) / max(n_steps, 1)
+    rate = f"{(len(tokens) - 1 - tau) / seconds:.1f}" if seconds else "-"
+    print(
+        f"\n[{len(new)} tokens, {n_steps} steps, tau {tau:.2f}, {rate} tokens/s after "
+        f"the first step]"
+    )
+    return text_lib.decode(setup.text, new)
+
+
+def _show(setup: Setup, tokens: list[int], drafted: list[bool], shown: str) -> str:
+    """Prints what is new; a character split over tokens waits until it is whole."""
+    text = text_lib.decode(setup.text, tokens)
+    if text.endswith("\N{REPLACEMENT CHARACTER}"):
+        return shown
+    for end in range(1, len(tokens) + 1):
+        part = text_lib.decode(setup.text, tokens[:end])
+        if len(part) <= len(shown) or part.endswith("\N{REPLACEMENT CHARACTER}"):
+            continue
+        new = part[len(shown) :]
+        colour = FLAGS.color and drafted[end - 1]
+        print(f"{GREEN}{new}{PLAIN_COLOR}" if colour else new, end="", flush=True)
+        shown = part
+    return shown
+
+
+if __name__ == "__main__":
+    common.run(main)

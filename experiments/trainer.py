@@ -1,0 +1,260 @@
+"""Trains a head for a target: data, checkpoints, log lines and the exported head."""
+
+import dataclasses
+import hashlib
+import shutil
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax import checkpoint, data, heads, train
+from eagle_jax.config import Config, DraftConfig, fingerprint
+from eagle_jax.data import Sample
+from eagle_jax.train import Batch, TrainState
+from experiments.common import ROOT, Progress, Setup, append_line, commit, read_lines
+
+TRAINING_DATA = (ROOT / "experiments" / "data" / "train.jsonl.gz",)
+
+jit_features = jax.jit(train.target_features, static_argnames=("cfg", "head"))
+jit_train_step = jax.jit(
+    train.train_step,
+    static_argnames=("cfg", "train", "update"),
+    donate_argnames="state",
+)
+jit_loss = jax.jit(train.eagle3_loss, static_argnames=("cfg", "train"))
+
+
+class Job(NamedTuple):
+    """One head to train: what, on which conversations, for how many steps."""
+
+    setup: Setup
+    draft: DraftConfig
+    samples: list[Sample]
+    held_out: list[Sample]
+    draft_to_target: np.ndarray
+    n_steps: int
+    folder: Path  # of checkpoints and the training log
+    head: Path  # of the exported head
+
+
+def head_config(cfg: Config, setup: Setup, head: str) -> DraftConfig:
+    """Completes a config's draft sizes for one kind of head and this target."""
+    t = setup.target_cfg
+    size = t.d_model if head == "eagle1" else len(t.taps) * t.d_model
+    return dataclasses.replace(cfg.draft, head=head, feature_size=size, dtype=cfg.dtype)
+
+
+def plan(setup: Setup, variant: str, head: str, paths: tuple[Path, ...], out: Path) -> Job:
+    """Reads the data, counts the steps and names the folders."""
+    cfg = setup.cfg
+    draft = head_config(cfg, setup, head)
+    samples, report = data.load_samples(
+        setup.text, paths, cfg.train.row_length, cfg.train.long_samples
+    )
+    print("data     " + data.describe(report).replace("\n", "\n         "))
+    kept, held_out = data.split(samples, cfg.train.held_out, cfg.seed)
+    ids = data.draft_vocabulary(kept, setup.target_cfg.vocab_size, draft.vocab_size)
+    tokens = sum(len(s.tokens) for s in kept)
+    supervised = sum(int(s.mask.sum()) for s in kept)
+    print(
+        f"         {len(kept)} conversations, {tokens} tokens, {supervised} supervised "
+        f"({supervised / tokens:.0%}); {len(held_out)} held out; draft vocabulary "
+        f"{len(ids)} covers {data.coverage(held_out, ids):.1%} of their answers"
+    )
+    per_step = _supervised_per_step(kept, cfg)
+    n_steps = max(1, round(cfg.train.supervised_tokens / per_step))
+    name = fingerprint(
+        variant,
+        cfg.train,
+        draft,
+        list(setup.target_cfg.taps),
+        setup.target_hash,
+        cfg.dtype,
+        cfg.seed,
+        _digest(samples),
+    )
+    return Job(
+        setup=setup,
+        draft=draft,
+        samples=kept,
+        held_out=held_out,
+        draft_to_target=ids,
+        n_steps=n_steps,
+        folder=out / "training" / f"{variant}-{name}",
+        head=out / "heads" / f"{variant}-{name}",
+    )
+
+
+def _digest(samples: list[Sample]) -> str:
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(sample.tokens.tobytes() + sample.mask.tobytes())
+    return digest.hexdigest()
+
+
+def _supervised_per_step(samples: list[Sample], cfg: Config) -> float:
+    """Mean supervised tokens of a step, measured on the first epoch's packing."""
+    rows = cfg.train.rows
+    order = range(len(samples))
+    packed = data.pack(samples, order, cfg.train.row_length)
+    n_batches = -(-len(packed.tokens) // rows)
+    return float(packed.mask.sum()) / n_batches
+
+
+def fit(job: Job, retrain: bool = False) -> Path:
+    """Trains the head, going on from the newest checkpoint, and returns its folder.
+
+    Raises:
+      FloatingPointError: the loss is not finite; the step is named and the last good
+        checkpoint stays.
+    """
+    setup, cfg = job.setup, job.setup.cfg
+    if retrain and job.folder.exists():
+        shutil.rmtree(job.folder)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    update = train.optimiser(cfg.train, job.n_steps)
+    ids = jnp.asarray(job.draft_to_target)
+    state = train.init(
+        jax.random.key(cfg.seed),
+        setup.target_params,
+        ids,
+        job.draft,
+        setup.target_cfg,
+        cfg.train,
+        update,
+    )
+    fixed = {"embed": setup.target_params["embed"], "draft_to_target": ids}
+    n_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    log = job.folder / "log.jsonl"
+    with checkpoint.open_manager(job.folder / "checkpoints") as manager:
+        restored = checkpoint.restore(manager, state)
+        if restored is not None:
+            state = restored
+            print(f"resuming at step {int(state.step)} of {job.n_steps}")
+        start = int(state.step)
+        _forget_after(log, start)
+        print(
+            f"training {n_params / 1e6:.1f}M parameters for {job.n_steps} steps, about "
+            f"{cfg.train.supervised_tokens} supervised tokens"
+        )
+        progress = Progress("train", job.n_steps, start)
+        clock = time.monotonic()
+        stream = data.batches(
+            job.samples, cfg.seed, cfg.train.rows, cfg.train.row_length, start
+        )
+        for index, packed in stream:
+            if index >= job.n_steps:
+                break
+            batch = Batch(*(jnp.asarray(array) for array in packed))
+            given = jit_features(setup.target_params, batch, setup.target_cfg, job.draft)
+            state, metrics = jit_train_step(
+                state,
+                fixed,
+                setup.target_params,
+                batch,
+                given,
+                job.draft,
+                cfg.train,
+                update,
+            )
+            row = _log_row(index, metrics)
+            if not np.isfinite(row["loss"]):
+                raise FloatingPointError(
+                    f"loss is {row['loss']} at step {index}; the checkpoint of step "
+                    f"{manager.latest_step()} is good; lower train.learning_rate"
+                )
+            append_line(log, row)
+            spent = time.monotonic() - clock
+            rate = (index + 1 - start) * packed.tokens.size / spent
+            accuracy = " ".join(f"{a:.2f}" for a in row["accuracy"])
+            progress.show(
+                index + 1,
+                f"loss {row['loss']:.3f}  accuracy {accuracy}  {rate:.0f} tokens/s",
+            )
+            done = index + 1
+            if done % cfg.train.evaluate_every == 0 and done < job.n_steps:
+                evaluate(job, state, fixed)
+            if done % cfg.train.checkpoint_every == 0 or done == job.n_steps:
+                checkpoint.save(manager, state)
+    held_out = evaluate(job, state, fixed)
+    export(job, state, held_out)
+    return job.head
+
+
+def _log_row(index: int, metrics: train.Metrics) -> dict[str, Any]:
+    return {
+        "step": index,
+        "loss": float(metrics.loss),
+        "step_loss": [float(x) for x in metrics.step_loss],
+        "accuracy": [float(x) for x in metrics.accuracy],
+        "n_labels": int(metrics.n_labels),
+    }
+
+
+def _forget_after(log: Path, step: int) -> None:
+    """Drops log lines of steps that will be taken again."""
+    rows = [row for row in read_lines(log) if row["step"] < step]
+    if log.exists():
+        log.unlink()
+    for row in rows:
+        append_line(log, row)
+
+
+def evaluate(job: Job, state: TrainState, fixed: dict[str, Any]) -> dict[str, Any]:
+    """Measures per-step accuracy on held-out conversations, and the tau it predicts."""
+    setup, cfg = job.setup, job.setup.cfg
+    packed = data.pack(job.held_out, range(len(job.held_out)), cfg.train.row_length)
+    n_labels, right, loss = 0, 0.0, 0.0
+    for start in range(0, len(packed.tokens), cfg.train.rows):
+        rows = [array[start : start + cfg.train.rows] for array in packed]
+        missing = cfg.train.rows - len(rows[0])  # empty rows keep the compiled shape
+        rows = [np.pad(array, ((0, missing), (0, 0))) for array in rows]
+        batch = Batch(*(jnp.asarray(array) for array in rows))
+        given = jit_features(setup.target_params, batch, setup.target_cfg, job.draft)
+        _, metrics = jit_loss(
+            state.params | fixed, setup.target_params, batch, given, job.draft, cfg.train
+        )
+        n = int(metrics.n_labels)
+        n_labels += n
+        right = right + np.asarray(metrics.accuracy) * n
+        loss += float(metrics.loss) * n
+    accuracy = np.asarray(right) / max(n_labels, 1)
+    tau = float(train.predicted_tau(jnp.asarray(accuracy, jnp.float32)))
+    print(
+        f"held out {n_labels} labels  loss {loss / max(n_labels, 1):.3f}  accuracy "
+        f"{' '.join(f'{a:.3f}' for a in accuracy)}  predicted tau of a chain {tau:.2f}",
+        flush=True,
+    )
+    return {
+        "n_labels": n_labels,
+        "loss": loss / max(n_labels, 1),
+        "accuracy": [float(a) for a in accuracy],
+        "predicted_tau": tau,
+    }
+
+
+def export(job: Job, state: TrainState, held_out: dict[str, Any]) -> None:
+    """Writes the head in the official layout, with what it belongs to."""
+    setup = job.setup
+    params = dict(state.params) | {"draft_to_target": jnp.asarray(job.draft_to_target)}
+    heads.save_head(
+        job.head,
+        job.draft,
+        params,
+        taps=setup.target_cfg.taps,
+        dialect="official",
+        meta={
+            "target_hash": setup.target_hash,
+            "target_dtype": setup.cfg.dtype,
+            "supervised_tokens": int(state.n_tokens),
+            "seed": setup.cfg.seed,
+            "commit": commit(),
+            "held_out": held_out,
+        },
+        target=setup.target_cfg,
+        overwrite=True,
+    )
