@@ -1,6 +1,6 @@
 """A random target of a few thousand weights: seconds on a CPU, for tests and CI.
 
-    python -m experiments.ablate --config=configs/tiny.py --variant=eagle3 --preset=smoke
+python -m experiments.ablate --config=configs/tiny.py --variant=eagle3 --preset=smoke
 """
 
 import jax
@@ -31,7 +31,7 @@ def get_config() -> Config:
     )
 
 
-def load() -> tuple[TargetConfig, Params, Text]:
+def load(dtype: str, taps: tuple[int, ...]) -> tuple[TargetConfig, Params, Text]:
     """Returns a random byte-level chat model."""
     cfg = TargetConfig(
         name="tiny",
@@ -43,6 +43,8 @@ def load() -> tuple[TargetConfig, Params, Text]:
         n_kv_heads=2,
         head_dim=8,
         eos_ids=(0,),
+        taps=taps,
+        dtype=dtype,
     )
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(SPECIAL + letters)}

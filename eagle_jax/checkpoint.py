@@ -1,9 +1,10 @@
 """Training checkpoints: everything a run needs to go on exactly where it stopped.
 
-orbax writes into a temporary folder and renames it, so a killed save leaves the previous
-checkpoint untouched.
+orbax writes into a temporary folder and renames it, so a killed save leaves the
+previous checkpoint untouched.
 """
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -23,14 +24,30 @@ def open_manager(folder: Path, keep: int = 2) -> ocp.CheckpointManager:
 
 
 def save(manager: ocp.CheckpointManager, state: TrainState) -> None:
-    """Saves a state under its step; an existing checkpoint of that step is left alone."""
+    """Saves a state under its step; an existing checkpoint of that step is left alone.
+
+    Raises:
+      OSError: it could not be written, for want of room for instance; the others stay.
+    """
     step = int(state.step)
-    if manager.latest_step() != step:
+    if manager.latest_step() == step:
+        return
+    try:
         manager.save(step, args=ocp.args.StandardSave(state))
+    except Exception as fault:  # a full disk is a ValueError of its storage library
+        kept = ", ".join(map(str, manager.all_steps())) or "none"
+        raise OSError(
+            f"the checkpoint of step {step} could not be written to "
+            f"{manager.directory}; is the disk full? Good ones: {kept}. "
+            f"{_first_line(fault)}"
+        ) from fault
 
 
 def restore(manager: ocp.CheckpointManager, like: TrainState) -> TrainState | None:
     """Returns the newest readable state, or None if there is none.
+
+    Newer checkpoints that cannot be read are moved beside the folder, with a warning:
+    left there, they would stand in the way of the same steps and outlive good ones.
 
     Args:
       like: a state of the same shapes, such as a fresh one.
@@ -44,14 +61,34 @@ def restore(manager: ocp.CheckpointManager, like: TrainState) -> TrainState | No
         try:
             state = manager.restore(step, args=ocp.args.StandardRestore(abstract))
         except Exception as fault:  # orbax raises many kinds for a torn checkpoint
-            faults.append(f"step {step}: {str(fault).splitlines()[0][:200]}")
+            faults.append((step, _first_line(fault)))
             continue
-        for line in faults:
-            print(f"checkpoint not readable, falling back: {line}", flush=True)
+        for torn, reason in faults:
+            aside = _set_aside(manager, torn)
+            print(
+                f"WARNING: the checkpoint of step {torn} cannot be read and is now "
+                f"{aside}; going on from step {step}: {reason}",
+                flush=True,
+            )
         return state
     if faults:
+        reasons = "; ".join(f"step {step}: {reason}" for step, reason in faults)
         raise ValueError(
-            f"no checkpoint in {manager.directory} can be read ({'; '.join(faults)}); "
+            f"no checkpoint in {manager.directory} can be read ({reasons}); "
             f"start again with --retrain"
         )
     return None
+
+
+def _first_line(fault: Exception) -> str:
+    return (str(fault).strip() or type(fault).__name__).splitlines()[0][:300]
+
+
+def _set_aside(manager: ocp.CheckpointManager, step: int) -> Path:
+    folder = Path(manager.directory)
+    aside = folder.parent / f"unreadable-{step}"
+    if aside.exists():
+        shutil.rmtree(aside)
+    (folder / str(step)).rename(aside)
+    manager.reload()
+    return aside

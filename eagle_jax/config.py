@@ -112,7 +112,7 @@ class DraftConfig:
             )
 
 
-Path = tuple[int, ...]
+RankPath = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class TreeConfig:
     width: int = 1
     depth: int = 0
     n_nodes: int = 1
-    paths: tuple[Path, ...] = ()
+    paths: tuple[RankPath, ...] = ()
 
     def __post_init__(self) -> None:
         if self.n_nodes < 1 or self.depth < 0 or self.width < 1:
@@ -160,7 +160,7 @@ class TreeConfig:
             )
 
     def _check_paths(self) -> None:
-        seen: set[Path] = {()}
+        seen: set[RankPath] = {()}
         if list(self.paths) != sorted(self.paths, key=lambda p: (len(p), p)):
             raise ValueError("static tree paths must be sorted by length, then by ranks")
         for path in self.paths:
@@ -203,6 +203,12 @@ class SamplingConfig:
 
     Filters apply in the order temperature, top-k, top-p, min-p. `top_p_first` is the order
     of the official code (SafeAILab/EAGLE utils.py:38-54).
+
+    Args:
+      rule: "point" drafts the draft's likeliest tokens and compares them with one draw of
+        the target (EAGLE-2 and 3). "sampled" draws the drafted tokens from the draft at the
+        same temperature, unfiltered, and accepts by p/q (EAGLE-1). Both keep the target's
+        law, and at temperature 0 they are the same.
     """
 
     temperature: float = 0.0
@@ -210,6 +216,7 @@ class SamplingConfig:
     top_p: float = 0.0
     min_p: float = 0.0
     top_p_first: bool = False
+    rule: Literal["point", "sampled"] = "point"
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or self.top_k < 0:
@@ -238,6 +245,18 @@ class DecodeConfig:
                 f"a tree of n_nodes={self.tree.n_nodes} needs a draft head, got "
                 f"draft.head='none'; give a head or use the tree of one node"
             )
+        dynamic = self.tree.kind == "dynamic" and self.tree.n_nodes > 1
+        if self.sampling.rule == "sampled" and dynamic:
+            raise ValueError(
+                "rule='sampled' needs a tree whose shape does not depend on the tokens "
+                "drawn, got tree.kind='dynamic'; use tree.static(paths)"
+            )
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether drafted tokens are drawn, and accepted with the draft's law in view."""
+        drawn = self.sampling.rule == "sampled" and self.sampling.temperature > 0
+        return drawn and self.tree.n_nodes > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +272,9 @@ class TrainConfig:
       mask: "label" trains a position if the token it predicts belongs to an answer;
         "official" keeps the unshifted mask of the official code.
       normaliser: divide the loss by "mask" (positions trained) or "slots" (all of them).
+      regression_weight, classification_weight: of EAGLE-1's two losses (EAGLE-1 §3.2).
+      noise: on the features an EAGLE-1 head reads: "uniform" of +-`noise_width`, as in the
+        paper; "official" as in its code, where that width holds at 512 tokens.
       head_from_target: start the draft's own LM head from the target's rows.
       warmup: share of the steps spent raising the learning rate; cosine decay follows.
       held_out: share of the conversations kept for evaluation.
@@ -274,6 +296,10 @@ class TrainConfig:
     ttt_decay: float = 0.8
     mask: Literal["label", "official"] = "label"
     normaliser: Literal["mask", "slots"] = "mask"
+    regression_weight: float = 1.0
+    classification_weight: float = 0.1
+    noise: Literal["none", "official", "uniform"] = "uniform"
+    noise_width: float = 0.1
     head_from_target: bool = True
     long_samples: Literal["cut", "drop"] = "cut"
     held_out: float = 0.03

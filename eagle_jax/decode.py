@@ -119,10 +119,20 @@ def step(
 ) -> tuple[DecodeState, StepInfo]:
     """Drafts a tree, verifies it in one target forward and commits the accepted branch."""
     cache = state.target_cache
+    keys = _step_keys(state.keys, cache.length)
+    draft_args = (params.get("draft", {}), state.draft, state.root, cfg.draft, cfg.tree)
+    log_q = None
     with jax.named_scope("propose"):
-        tree = draft.propose(
-            params.get("draft", {}), state.draft, state.root, cfg.draft, cfg.tree
-        )
+        if cfg.draws_drafts:
+            draft_keys, keys = jax.vmap(jax.random.split, out_axes=1)(keys)
+            tree, log_q = draft.propose_drawn(
+                draft_keys,
+                *draft_args,
+                temperature=cfg.sampling.temperature,
+                target_vocab_size=cfg.target.vocab_size,
+            )
+        else:
+            tree = draft.propose(*draft_args)
     with jax.named_scope("mask"):
         mask = ancestors(tree.parents, cfg.tree.depth)
         positions = cache.length[:, None] + tree.depths
@@ -132,9 +142,13 @@ def step(
         )
         logits = target.logits(params["target"], out.top)
     with jax.named_scope("verify"):
-        keys = _step_keys(state.keys, cache.length)
-        sampled = verify.sample(keys, logits, cfg.sampling)
-        verdict = verify.walk(tree, sampled, cfg.tree.depth)
+        if log_q is None:
+            sampled = verify.sample(keys, logits, cfg.sampling)
+            verdict = verify.walk(tree, sampled, cfg.tree.depth)
+        else:
+            p = verify.distribution(logits, cfg.sampling)
+            verdict = verify.accept_with_q(keys, tree, log_q, p, cfg.tree.depth)
+            sampled = jnp.broadcast_to(verdict.next_token[:, None], tree.tokens.shape)
         tokens, n_emitted, ended = _emit(tree, verdict, cfg)
         finite = jnp.take_along_axis(_finite(logits, sampled), verdict.path, axis=1)
         live = ~state.done
@@ -196,8 +210,12 @@ def _is_eos(tokens: Int[Array, "*any"], cfg: DecodeConfig) -> Bool[Array, "*any"
 def _finite(
     logits: Float[Array, "V B N"], sampled: Int[Array, "B N"]
 ) -> Bool[Array, "B N"]:
-    """Tells whether the sampled logit is a number: an argmax over NaN lands on the NaN."""
-    return jnp.isfinite(jnp.take_along_axis(logits, sampled[None], axis=0)[0])
+    """Tells whether the sampled logit is a number.
+
+    An argmax over NaN lands on the NaN, a draw lands outside the vocabulary.
+    """
+    chosen = jnp.take_along_axis(logits, sampled[None], axis=0, mode="fill")
+    return jnp.isfinite(chosen[0])
 
 
 def _step_keys(keys: Key[Array, " B"], length: Int[Array, " B"]) -> Key[Array, " B"]:

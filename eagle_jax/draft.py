@@ -6,12 +6,13 @@ prefill and after every verification alike. `propose` grows a tree below the roo
 head's own outputs; the keys and values of drafted nodes live in scratch and are dropped.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle_jax import cache as cache_lib
 from eagle_jax import tree as tree_lib
@@ -252,14 +253,65 @@ def propose(
     """Drafts a tree below the root."""
     if tree.n_nodes == 1:
         return tree_lib.root_only(root)
+    _check_width(cfg, tree)
+    if tree.kind == "static":
+
+        def likeliest(out: Array, width: int) -> tuple[Array, Array]:
+            return _best_children(params, out, cfg, width)
+
+        return _propose_static(params, state, root, cfg, tree, likeliest)
+    return rerank(grow(params, state, cfg, tree), root, tree)
+
+
+def propose_drawn(
+    keys: Key[Array, " B"],
+    params: Params,
+    state: DraftState,
+    root: Int[Array, " B"],
+    cfg: DraftConfig,
+    tree: TreeConfig,
+    *,
+    temperature: float,
+    target_vocab_size: int,
+) -> tuple[Tree, Float[Array, "V B N"]]:
+    """Drafts a static tree whose siblings are drawn from q without replacement (EAGLE-1).
+
+    Adding Gumbel noise to log q and sorting gives the same law as drawing one sibling
+    after the other from what is left of q.
+
+    Args:
+      keys: one per row, consumed.
+
+    Returns:
+      The tree, siblings in the order of the draws, and log q over target ids below each
+      node with children: -inf outside the draft vocabulary, and everywhere at leaves.
+    """
+    _check_width(cfg, tree)
+    laws: list[Array] = []
+
+    def drawn(out: Array, width: int) -> tuple[Array, Array]:
+        scores = logits(params, out, cfg) / max(temperature, 1e-6)
+        log_q = jax.nn.log_softmax(scores, axis=0).transpose(1, 2, 0)
+        level = jax.vmap(jax.random.fold_in, (0, None))(keys, len(laws))
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, log_q.shape[1:]))(level)
+        _, index = jax.lax.top_k(log_q + noise, width)
+        laws.append(log_q)
+        return to_target(params, index), jnp.take_along_axis(log_q, index, axis=-1)
+
+    drafted = _propose_static(params, state, root, cfg, tree, drawn)
+    inner = np.unique(tree_lib.static_parents(tree.paths)[1:])
+    ids = to_target(params, jnp.arange(cfg.vocab_size))
+    nowhere = jnp.full((target_vocab_size, root.shape[0], tree.n_nodes), -jnp.inf)
+    log_q = jnp.concatenate(laws, axis=1).transpose(2, 0, 1)
+    return drafted, nowhere.at[ids[:, None], :, inner[None]].set(log_q.swapaxes(1, 2))
+
+
+def _check_width(cfg: DraftConfig, tree: TreeConfig) -> None:
     if tree.width > cfg.vocab_size:
         raise ValueError(
             f"tree width must not exceed the draft vocabulary, got width={tree.width}, "
             f"vocab_size={cfg.vocab_size}; lower tree.width"
         )
-    if tree.kind == "static":
-        return _propose_static(params, state, root, cfg, tree)
-    return rerank(grow(params, state, cfg, tree), root, tree)
 
 
 class Candidates(NamedTuple):
@@ -410,8 +462,13 @@ def _propose_static(
     root: Int[Array, " B"],
     cfg: DraftConfig,
     tree: TreeConfig,
+    choose: Callable[[Array, int], tuple[Array, Array]],
 ) -> Tree:
-    """Drafts a fixed tree of ranks, one pass per level over the nodes with children."""
+    """Drafts a fixed tree of ranks, one pass per level over the nodes with children.
+
+    Args:
+      choose: gives the first `width` children, and their log q, below outputs [D, B, T].
+    """
     B = root.shape[0]
     parents = tree_lib.static_parents(tree.paths)
     depths = np.array([0] + [len(p) for p in tree.paths])
@@ -445,7 +502,7 @@ def _propose_static(
             out = finish(params, block, (committed, *drafted), cfg)
             expanded = inner
         width = int(ranks[depths == depth].max()) + 1
-        best, best_log_q = _best_children(params, out, cfg, width)
+        best, best_log_q = choose(out, width)
         nodes = np.flatnonzero(depths == depth)
         at = np.searchsorted(expanded, parents[nodes])
         tokens = tokens.at[:, nodes].set(best[:, at, ranks[nodes]])

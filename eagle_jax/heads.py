@@ -587,7 +587,9 @@ def save_head(
         raise ValueError("there is no head to export in this DraftConfig")
     eagle3 = cfg.head == "eagle3"
     layout = LAYOUTS[dialect] if eagle3 else "eagle1"
-    is_assumed = eagle3 and not taps
+    # A guess stays marked as one when it is exported again.
+    is_guess = meta.get("taps_assumed") and list(taps or ()) == meta.get("taps")
+    is_guess = eagle3 and (is_guess or not taps)
     taps = tuple(taps or target.taps) if eagle3 else None
     own, n_taps = params.get("embed"), cfg.feature_size // target.d_model
     is_shared = own is None or (embed is not None and np.array_equal(own, embed))
@@ -618,8 +620,9 @@ def save_head(
             "sglang stores no embedding, and the head's own is not known to be the "
             "target's: give embed to compare"
         )
-    record = meta | ({"taps": taps, "taps_convention": "input-to"} if taps else {})
-    record |= {"taps_assumed": True} if is_assumed else {}
+    record = {key: value for key, value in meta.items() if not key.startswith("taps")}
+    record |= {"taps": list(taps), "taps_convention": "input-to"} if taps else {}
+    record |= {"taps_assumed": True} if is_guess else {}
     config = _published_config(cfg, taps, dialect, target) | {"torch_dtype": dtype}
     config["eagle_jax"] = record
     listing = {name: (str(t.dtype), t.shape) for name, t in tensors.items()}

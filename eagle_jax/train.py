@@ -11,7 +11,7 @@ says in unrolled step i belongs to label p = t + 1 + i.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,9 @@ class Metrics(NamedTuple):
     """Sums and means over one batch, per unrolled step.
 
     Args:
-      loss: weighted sum over steps.
+      loss: weighted sum over steps and parts.
       step_loss: mean cross-entropy of each step (nats), not weighted.
+      regression: mean smooth-L1 distance of each step to the true feature; EAGLE-1 only.
       accuracy: share of labels where draft and target agree on the likeliest token;
         labels outside the draft vocabulary count as errors.
       n_labels: labels trained in step 0.
@@ -58,6 +59,7 @@ class Metrics(NamedTuple):
 
     loss: Float[Array, ""]
     step_loss: Float[Array, " I"]
+    regression: Float[Array, " I"]
     accuracy: Float[Array, " I"]
     n_labels: Int[Array, ""]
 
@@ -126,13 +128,73 @@ def labels(batch: Batch, rule: str) -> Bool[Array, "B T"]:
     """Marks the places whose next token is trained.
 
     "label": the next token belongs to an answer. "official": the token before belongs to
-    one, which is where the unshifted mask of the official code ends up (method.md 6.5).
+    one, which is where the unshifted mask of the official code ends up (method.md 4.4,
+    6.5); so the last token of a conversation is a label, with the teacher alone to say
+    what follows. The label after it, which EAGLE-3's code trains on zeros, is left out.
     """
-    following = (_shift(batch.segments, 1) == batch.segments) & (batch.segments > 0)
+    real = batch.segments > 0
     if rule == "label":
-        return following & _shift(batch.mask, 1)
+        inside = _shift(batch.segments, 1) == batch.segments
+        return real & inside & _shift(batch.mask, 1)
     before = jnp.pad(batch.mask[:, :-1], ((0, 0), (1, 0)))
-    return following & before & (batch.positions > 0)
+    return real & before & (batch.positions > 0)
+
+
+def head_loss(
+    key: Array,
+    params: Params,
+    target_params: Params,
+    batch: Batch,
+    given: Features,
+    cfg: DraftConfig,
+    train: TrainConfig,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Returns the loss that belongs to the kind of head; EAGLE-3 needs no `key`."""
+    if cfg.head == "eagle1":
+        return eagle1_loss(key, params, target_params, batch, given, cfg, train)
+    return eagle3_loss(params, target_params, batch, given, cfg, train)
+
+
+def eagle1_loss(
+    key: Array,
+    params: Params,
+    target_params: Params,
+    batch: Batch,
+    given: Features,
+    cfg: DraftConfig,
+    train: TrainConfig,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Distance to the target's next feature, and cross-entropy with its distribution.
+
+    Smooth-L1 (beta 1, mean over channels) to `given.top`, plus the cross-entropy of what
+    the target's frozen LM head says about both features (EAGLE-1 §3.2, eagle/train/
+    main.py:231-238); noise goes on `given.read` alone. `ttt_steps` = 1 is EAGLE-1; more
+    steps also train on the head's own features, as HASS does, but with gradients through
+    all steps (method.md 7).
+    """
+    params = draft.tie(params, target_params, cfg)
+    read = add_noise(key, given.read, batch, train)
+    return _unrolled_loss(
+        params, target_params, batch, Features(read, given.top), cfg, train
+    )
+
+
+def add_noise(
+    key: Array, read: Float[Array, "E B T"], batch: Batch, train: TrainConfig
+) -> Float[Array, "E B T"]:
+    """Blurs features, so that the head bears its own errors (EAGLE-1 §3.2).
+
+    "official" widens the noise in short conversations (eagle/train/main.py:122-131):
+    `noise_width` holds at 512 tokens.
+    """
+    if train.noise == "none":
+        return read
+    width = jnp.full(batch.tokens.shape, train.noise_width, jnp.float32)
+    if train.noise == "official":
+        same = batch.segments[:, :, None] == batch.segments[:, None, :]
+        width = width * 512 / same.sum(axis=2).astype(jnp.float32)
+    u = jax.random.uniform(key, read.shape, minval=-1.0, maxval=1.0)
+    return read + (width[None] * u).astype(read.dtype)
 
 
 def eagle3_loss(
@@ -148,6 +210,17 @@ def eagle3_loss(
     Labels whose likeliest token lies outside the draft vocabulary are not trained; the
     teacher is renormalised over it. The steps are weighted by `ttt_decay`^i.
     """
+    return _unrolled_loss(params, target_params, batch, given, cfg, train)
+
+
+def _unrolled_loss(
+    params: Params,
+    target_params: Params,
+    batch: Batch,
+    given: Features,
+    cfg: DraftConfig,
+    train: TrainConfig,
+) -> tuple[Float[Array, ""], Metrics]:
     compute = jnp.dtype(train.dtype)
     params = _cast(params, compute)
     outs = unroll(params, batch, given.read.astype(compute), cfg, train.ttt_steps)
@@ -157,9 +230,11 @@ def eagle3_loss(
     else:
         scale = jnp.asarray(1.0 / flags.size, jnp.float32)
     decay = train.ttt_decay ** jnp.arange(train.ttt_steps, dtype=jnp.float32)
+    scoring = {name: params[name] for name in ("norm", "head") if name in params}
     sums = chunked_loss(
-        {name: params[name] for name in ("norm", "head") if name in params},
+        draft.trainable(scoring, cfg),
         jnp.stack([out.reshape(out.shape[0], -1) for out in outs]),
+        scoring,
         target_params.get("head", target_params["embed"]),
         params.get("draft_to_target"),
         given.top.reshape(given.top.shape[0], -1),
@@ -167,15 +242,14 @@ def eagle3_loss(
         batch.positions.reshape(-1),
         decay * scale,
         cfg,
+        train,
     )
-    step_loss = sums.loss * scale
-    loss = jnp.sum(decay * step_loss)
-    n_labels = flags.sum()
-    return loss, Metrics(
-        loss=loss,
-        step_loss=step_loss,
+    return sums.loss, Metrics(
+        loss=sums.loss,
+        step_loss=sums.cross_entropy * scale,
+        regression=sums.regression * scale,
         accuracy=sums.n_right / jnp.maximum(sums.n_labels, 1.0),
-        n_labels=n_labels.astype(jnp.int32),
+        n_labels=flags.sum().astype(jnp.int32),
     )
 
 
@@ -188,9 +262,11 @@ def _cast(params: Params, dtype: jnp.dtype) -> Params:
 
 
 class Sums(NamedTuple):
-    """Totals over all labels, per unrolled step."""
+    """Totals over all labels; all but `loss` per unrolled step. Only `loss` has a gradient."""
 
-    loss: Float[Array, " I"]
+    loss: Float[Array, ""]
+    cross_entropy: Float[Array, " I"]
+    regression: Float[Array, " I"]
     n_right: Float[Array, " I"]
     n_labels: Float[Array, " I"]
 
@@ -198,10 +274,11 @@ class Sums(NamedTuple):
 CHUNK = 256  # labels whose full-vocabulary logits are held at once
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(9, 10))
 def chunked_loss(
-    head_params: Params,
+    trained: Params,
     outs: Float[Array, "I D X"],
+    scoring: Params,
     target_head: Float[Array, "V D2"],
     draft_to_target: Int[Array, " U"] | None,
     top: Float[Array, "D2 X"],
@@ -209,26 +286,40 @@ def chunked_loss(
     positions: Int[Array, " X"],
     weights: Float[Array, " I"],
     cfg: DraftConfig,
+    train: TrainConfig,
 ) -> Sums:
-    """Sums the cross-entropy over labels, a chunk of them at a time.
+    """Sums the loss over labels, a chunk of them at a time.
 
     Only the chunk's logits ever exist, [CHUNK, V] of the teacher and [I, CHUNK, U] of the
-    draft, and unsupervised places cost nothing: the loop runs over labels. The gradient of
-    `loss @ weights` is made in the same pass, so nothing is computed twice.
+    draft, and unsupervised places cost nothing: the loop runs over labels. The gradient is
+    made in the same pass, so nothing is computed twice.
 
     Args:
+      trained: those of `scoring` that get a gradient; EAGLE-1 trains none.
       outs: draft outputs of every unrolled step, all places of the batch in one axis.
-      weights: weight of each step's loss, for the gradient.
+      scoring: norm and LM head of the draft.
+      weights: weight of each step in `loss`.
     """
-    sums, _ = _chunks(
-        head_params, outs, target_head, draft_to_target, top, flags, positions, weights, cfg
+    sums, _ = _chunked_fwd(
+        trained,
+        outs,
+        scoring,
+        target_head,
+        draft_to_target,
+        top,
+        flags,
+        positions,
+        weights,
+        cfg,
+        train,
     )
     return sums
 
 
-def _chunks(
-    head_params: Params,
+def _chunked_fwd(
+    trained: Params,
     outs: Float[Array, "I D X"],
+    scoring: Params,
     target_head: Float[Array, "V D2"],
     draft_to_target: Int[Array, " U"] | None,
     top: Float[Array, "D2 X"],
@@ -236,6 +327,7 @@ def _chunks(
     positions: Int[Array, " X"],
     weights: Float[Array, " I"],
     cfg: DraftConfig,
+    train: TrainConfig,
 ) -> tuple[Sums, tuple[Params, Array]]:
     n_steps, _, n_places = outs.shape
     vocab = target_head.shape[0]
@@ -249,73 +341,77 @@ def _chunks(
     back = 1 + jnp.arange(n_steps, dtype=jnp.int32)
 
     def chunk_loss(
-        head_params: Params, out: Array, p: Array, weight: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
-        scores = draft.logits(head_params, out, cfg)
-        log_q = jax.nn.log_softmax(scores, axis=0)
-        step_loss = -jnp.sum(weight * jnp.einsum("UT,UIT->IT", p, log_q), axis=1)
-        right = jnp.argmax(scores, axis=0) == jnp.argmax(p, axis=0)[None]
-        n_right = jnp.sum(right.astype(jnp.float32) * weight, axis=1)
-        return jnp.sum(step_loss * weights), (step_loss, n_right)
-
-    def body(
-        at: tuple[Array, Sums, Params, Array],
-    ) -> tuple[Array, Sums, Params, Array]:
-        i, sums, head_grads, out_grads = at
-        places = jax.lax.dynamic_slice(where, (i * size,), (size,))
-        real = i * size + jnp.arange(size) < n_labels
-        teacher = linear(target_head, top[:, places][:, None]).astype(jnp.float32)[:, 0]
+        trained: Params, out: Array, feature: Array, reaches: Array
+    ) -> tuple[Array, Sums]:
+        teacher = linear(target_head, feature).astype(jnp.float32)[:, 0]
         known = inside[jnp.argmax(teacher, axis=0)]
         if draft_to_target is not None:
             teacher = teacher[draft_to_target]
         p = jax.nn.softmax(teacher, axis=0)
+        scores = draft.logits(scoring | trained, out, cfg)
+        log_q = jax.nn.log_softmax(scores, axis=0)
+        weight = (reaches & known[None]).astype(jnp.float32)
+        reached = reaches.astype(jnp.float32)
+        cross_entropy = -jnp.sum(weight * jnp.einsum("UT,UIT->IT", p, log_q), axis=1)
+        regression = jnp.zeros_like(cross_entropy)
+        step_loss = cross_entropy
+        if cfg.head == "eagle1":
+            distance = optax.huber_loss(
+                out.astype(jnp.float32), feature.astype(jnp.float32)
+            )
+            regression = jnp.sum(reached * distance.mean(axis=0), axis=1)
+            step_loss = (
+                train.regression_weight * regression
+                + train.classification_weight * cross_entropy
+            )
+        right = jnp.argmax(scores, axis=0) == jnp.argmax(p, axis=0)[None]
+        loss = jnp.sum(weights * step_loss)
+        return loss, Sums(
+            loss=loss,
+            cross_entropy=cross_entropy,
+            regression=regression,
+            n_right=jnp.sum(right.astype(jnp.float32) * weight, axis=1),
+            n_labels=reached.sum(axis=1),
+        )
+
+    def body(
+        at: tuple[Array, Sums, Params, Array],
+    ) -> tuple[Array, Sums, Params, Array]:
+        i, sums, trained_grads, out_grads = at
+        places = jax.lax.dynamic_slice(where, (i * size,), (size,))
+        real = i * size + jnp.arange(size) < n_labels
         # Slot p - 1 - i speaks about label p in step i, if its conversation reaches there.
         slots = places[None] - back[:, None]
         reaches = (positions[places][None] >= back[:, None]) & real[None]
         slots = jnp.where(reaches, slots, 0)
-        weight = (reaches & known[None]).astype(jnp.float32)
         step = jnp.arange(n_steps)[:, None]
         out = outs[step, :, slots].transpose(2, 0, 1)
-        (_, (step_loss, n_right)), (head_grad, out_grad) = jax.value_and_grad(
+        (trained_grad, out_grad), more = jax.grad(
             chunk_loss, argnums=(0, 1), has_aux=True
-        )(head_params, out, p, weight)
-        sums = Sums(
-            loss=sums.loss + step_loss,
-            n_right=sums.n_right + n_right,
-            n_labels=sums.n_labels + reaches.sum(axis=1).astype(jnp.float32),
-        )
-        head_grads = jax.tree.map(jnp.add, head_grads, head_grad)
+        )(trained, out, top[:, None, places], reaches)
+        sums = jax.tree.map(jnp.add, sums, more)
+        trained_grads = jax.tree.map(jnp.add, trained_grads, trained_grad)
         out_grads = out_grads.at[step, :, slots].add(out_grad.transpose(1, 2, 0))
-        return i + 1, sums, head_grads, out_grads
+        return i + 1, sums, trained_grads, out_grads
 
     zeros = jnp.zeros(n_steps, jnp.float32)
     start = (
         jnp.zeros((), jnp.int32),
-        Sums(zeros, zeros, zeros),
-        jax.tree.map(jnp.zeros_like, head_params),
+        Sums(jnp.zeros((), jnp.float32), zeros, zeros, zeros, zeros),
+        jax.tree.map(jnp.zeros_like, trained),
         jnp.zeros_like(outs),
     )
-    _, sums, head_grads, out_grads = jax.lax.while_loop(
+    _, sums, trained_grads, out_grads = jax.lax.while_loop(
         lambda at: at[0] * size < n_labels, body, start
     )
-    return sums, (head_grads, out_grads)
+    return sums, (trained_grads, out_grads)
 
 
-def _chunked_fwd(*args):  # type: ignore[no-untyped-def]
-    sums, grads = _chunks(*args)
-    return sums, (grads, args[7])
-
-
-def _chunked_bwd(cfg, residuals, cotangent):  # type: ignore[no-untyped-def]
-    """Scales the gradient made on the way forward.
-
-    It was made for `loss @ weights`, so the loss must reach the total with exactly these
-    weights times one common factor; `eagle3_loss` does so.
-    """
-    (head_grads, out_grads), weights = residuals
-    factor = cotangent.loss[0] / weights[0]
-    scale = functools.partial(jax.tree.map, lambda g: (g * factor).astype(g.dtype))
-    return scale(head_grads), scale(out_grads), None, None, None, None, None, None
+def _chunked_bwd(
+    cfg: DraftConfig, train: TrainConfig, grads: tuple[Params, Array], cotangent: Sums
+) -> tuple[Any, ...]:
+    scaled = jax.tree.map(lambda g: (g * cotangent.loss).astype(g.dtype), grads)
+    return *scaled, *[None] * 7
 
 
 chunked_loss.defvjp(_chunked_fwd, _chunked_bwd)
@@ -363,6 +459,7 @@ def init(
 
 
 def train_step(
+    key: Array,
     state: TrainState,
     fixed: Params,
     target_params: Params,
@@ -375,11 +472,14 @@ def train_step(
     """Takes one step. Donate `state`.
 
     Args:
+      key: of the whole run; every step makes its own, so a resumed run draws the same.
       fixed: what the head shares and never trains (embedding, draft vocabulary).
     """
+    key = jax.random.fold_in(key, state.step)
 
     def loss(params: Params) -> tuple[Array, Metrics]:
-        return eagle3_loss(params | fixed, target_params, batch, given, cfg, train)
+        params = params | fixed
+        return head_loss(key, params, target_params, batch, given, cfg, train)
 
     (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
     updates, opt_state = update.update(grads, state.opt_state, state.params)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle_jax.config import Path, TreeConfig
+from eagle_jax.config import RankPath, TreeConfig
 
 
 class Tree(NamedTuple):
@@ -38,7 +38,7 @@ class Tree(NamedTuple):
 
 # The tree of EAGLE-1: ranks of the children at every step down, 25 nodes below the root
 # (SafeAILab/EAGLE, branch v1, eagle/model/choices.py).
-EAGLE1_PATHS: tuple[Path, ...] = tuple(
+EAGLE1_PATHS: tuple[RankPath, ...] = tuple(
     tuple(int(rank) for rank in path)
     for path in (
         "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 "
@@ -47,7 +47,7 @@ EAGLE1_PATHS: tuple[Path, ...] = tuple(
 )
 
 
-def static(paths: tuple[Path, ...]) -> TreeConfig:
+def static(paths: tuple[RankPath, ...]) -> TreeConfig:
     """Returns the config of a fixed tree, given the rank path of every node."""
     ordered = tuple(sorted(paths, key=lambda p: (len(p), p)))
     return TreeConfig(
@@ -64,7 +64,7 @@ def chain(depth: int) -> TreeConfig:
     return TreeConfig(width=1, depth=depth, n_nodes=depth + 1)
 
 
-def static_parents(paths: tuple[Path, ...]) -> np.ndarray:
+def static_parents(paths: tuple[RankPath, ...]) -> np.ndarray:
     """Returns the parent index of the root and of every path, in order."""
     index = {(): 0} | {path: i + 1 for i, path in enumerate(paths)}
     return np.array([0] + [index[path[:-1]] for path in paths], np.int32)

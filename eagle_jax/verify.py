@@ -2,6 +2,7 @@
 
 `sample` says what the target would emit at every node; plain decoding calls the same
 function on a tree of one node, so the two laws cannot drift apart. `walk` is integer work.
+`accept_with_q` is the other rule, for trees whose tokens were drawn from the draft.
 """
 
 import math
@@ -97,7 +98,8 @@ def _inverse_cdf(
     """Returns the first token whose cumulative probability exceeds u.
 
     Two levels, blocks of tokens first: a running sum over a whole vocabulary would take
-    most of the time of a step. A token of probability 0 is never returned.
+    most of the time of a step. A token of probability 0 is never returned; where there is
+    no law, because of NaN, V is, which no node carries.
     """
     V = p.shape[0]
     block = min(_BLOCK, V)
@@ -115,7 +117,8 @@ def _inverse_cdf(
     # `before`; the next token with mass is then the right one.
     index = jnp.arange(block)[:, None, None]
     usable = jnp.where((inside > 0) & (index >= within[None]), index, block)
-    return (chosen * block + usable.min(axis=0)).astype(jnp.int32)
+    token = jnp.where(mass[-1] > 0, chosen * block + usable.min(axis=0), V)
+    return token.astype(jnp.int32)
 
 
 def _last_positive(p: Float[Array, "X B N"]) -> Int[Array, "B N"]:
@@ -144,3 +147,69 @@ def walk(tree: Tree, sampled: Int[Array, "B N"], depth: int) -> Verdict:
     end = jnp.take_along_axis(path, n_accepted[:, None], axis=1)
     next_token = jnp.take_along_axis(sampled, end, axis=1)[:, 0]
     return Verdict(path=path, n_accepted=n_accepted, next_token=next_token)
+
+
+class _Visit(NamedTuple):
+    """Where the walk of `accept_with_q` stands: scan carry."""
+
+    node: Int[Array, " B"]
+    p: Float[Array, "V B"]  # law of the next token, given the siblings rejected so far
+    log_q: Float[Array, "V B"]  # what later siblings were drawn from, not normalised
+
+
+def accept_with_q(
+    keys: Key[Array, " B"],
+    tree: Tree,
+    log_q: Float[Array, "V B N"],
+    p: Float[Array, "V B N"],
+    depth: int,
+) -> Verdict:
+    """Accepts or rejects drawn siblings one after the other (EAGLE-1 §3.3, Algorithm 1).
+
+    A sibling x is accepted with probability min(1, p(x) / q(x)). If it is not, p becomes
+    the normalised positive part of p - q, and q loses x: siblings are drawn without
+    replacement. When none is left the next token is drawn from the p that remains. A
+    chain is classic speculative sampling.
+
+    Parents stand before their children and siblings in the order of their draws, so one
+    pass over the nodes meets them in the right order.
+
+    Args:
+      keys: one per row, consumed. A row's verdict does not depend on the other rows.
+      log_q: the law each node's children were drawn from; any value at leaves.
+      p: the target's law at every node, after temperature and filters.
+    """
+    B, N = tree.tokens.shape
+    u = jax.vmap(lambda key: jax.random.uniform(key, (N,)))(keys)
+
+    def visit(at: _Visit, n: Array) -> tuple[_Visit, Array]:
+        x = tree.tokens[:, n][None]
+        q = jax.nn.softmax(at.log_q, axis=0)
+        p_x = jnp.take_along_axis(at.p, x, axis=0)[0]
+        q_x = jnp.take_along_axis(q, x, axis=0)[0]
+        is_child = tree.parents[:, n] == at.node
+        accepted = is_child & (u[:, n] * q_x < p_x)
+        rejected = is_child & ~accepted
+        rest = jnp.maximum(at.p - q, 0)
+        mass = rest.sum(axis=0)
+        # Where nothing is left, p equals q but for rounding and a rejection says nothing.
+        rest = jnp.where(mass > 0, rest / mass, at.p)
+        others = at.log_q.at[x[0], jnp.arange(B)].set(-jnp.inf)
+        return _Visit(
+            node=jnp.where(accepted, n, at.node),
+            p=jnp.where(accepted, p[:, :, n], jnp.where(rejected, rest, at.p)),
+            log_q=jnp.where(
+                accepted, log_q[:, :, n], jnp.where(rejected, others, at.log_q)
+            ),
+        ), accepted
+
+    root = jnp.zeros((B,), jnp.int32)
+    end, accepted = jax.lax.scan(
+        visit, _Visit(root, p[:, :, 0], log_q[:, :, 0]), jnp.arange(1, N, dtype=jnp.int32)
+    )
+    kept = jnp.concatenate([jnp.ones((B, 1), bool), accepted.T], axis=1)
+    return Verdict(
+        path=path_of(kept, tree.depths, depth),
+        n_accepted=accepted.sum(axis=0),
+        next_token=_inverse_cdf(end.p[:, :, None], u[:, :1])[:, 0],
+    )

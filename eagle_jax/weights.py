@@ -434,7 +434,7 @@ def _gguf_config(path: Path, gguf: Gguf) -> dict[str, Any]:
         scaling = _llama3_scaling(path, tensors["rope_freqs.weight"], head_dim, theta)
     ends = [f.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
     return {
-        "name": f.get("general.name") or path.stem,
+        "name": path.stem,  # general.name of converted files is often a training run's
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "d_model": f["embedding_length"],
         "d_mlp": f["feed_forward_length"],

@@ -1,11 +1,11 @@
 """Trains (or loads) the head of one variant and measures it against plain decoding.
 
-    python -m experiments.ablate --variant=eagle3 [--preset=smoke|quick|full]
+python -m experiments.ablate --variant=eagle3 [--preset=smoke|quick|full]
 """
 
 import dataclasses
 import hashlib
-import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from experiments.evaluator import Method, TaskResult
 FLAGS = flags.FLAGS
 flags.DEFINE_string("variant", "eagle3", "What to measure; see VARIANTS.")
 flags.DEFINE_string("preset", "quick", "How much to train and to measure; see PRESETS.")
-flags.DEFINE_string("questions", "", "Folder of FastChat JSONL sets; default: embedded.")
+flags.DEFINE_string(
+    "questions", "", "Folder of FastChat JSONL sets; default: embedded."
+)
 flags.DEFINE_multi_string("data", [], "Conversations to train on; default: embedded.")
 flags.DEFINE_string("head", "", "Folder of a head to measure instead of training one.")
 flags.DEFINE_integer("prompts_per_set", 0, "Prompts of each set; 0: the preset's.")
@@ -55,11 +57,12 @@ PRESETS = {
 def main() -> None:
     cfg, preset = configure()
     questions = read_questions(preset)
-    out = Path(FLAGS.out)
+    out = common.prepare_out()
     common.print_config(cfg)
     print(f"device   {common.describe_device()}, jax {jax.__version__}")
     setup = common.load_setup(cfg)
     print(f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.dtype}")
+    evaluator.check_prompts(setup, questions, preset.max_new_tokens)
     plain = Method(
         {"target": setup.target_params},
         DecodeConfig(setup.target_cfg, sampling=cfg.sampling),
@@ -68,17 +71,28 @@ def main() -> None:
     if VARIANTS[FLAGS.variant] != "none":
         folder = Path(FLAGS.head) if FLAGS.head else get_head(setup, out)
         method = evaluator.load_method(setup, folder)
+        if method.cfg.draft.head != VARIANTS[FLAGS.variant]:
+            raise ValueError(
+                f"{folder} holds a head of kind {method.cfg.draft.head}, "
+                f"--variant={FLAGS.variant} needs {VARIANTS[FLAGS.variant]}"
+            )
     rows = measure(setup, method, plain, questions, preset, folder, out)
     print_table(rows, method.cfg.tree.depth)
     if folder is not None:
+        flags_used = common.used_flags("config", "set")
         print(f"\nThe head is in {folder}. To talk to the target with it:")
-        print(f'  python -m experiments.generate --head={folder} --prompt="..."')
+        print(
+            f"  python -m experiments.generate{flags_used} "
+            f'--head={shlex.quote(str(folder))} --prompt="..."'
+        )
 
 
 def configure() -> tuple[Config, Preset]:
     """Reads all flags, before anything slow."""
     if FLAGS.variant not in VARIANTS:
-        raise ValueError(f"no variant {FLAGS.variant!r}; there are {', '.join(VARIANTS)}")
+        raise ValueError(
+            f"no variant {FLAGS.variant!r}; there are {', '.join(VARIANTS)}"
+        )
     if FLAGS.preset not in PRESETS:
         raise ValueError(f"no preset {FLAGS.preset!r}; there are {', '.join(PRESETS)}")
     preset = PRESETS[FLAGS.preset]
@@ -99,12 +113,23 @@ def configure() -> tuple[Config, Preset]:
         raise ValueError(
             "batch and prompts_per_set must be at least 1, max_new_tokens at least 2"
         )
+    if FLAGS.head and (VARIANTS[FLAGS.variant] == "none" or FLAGS.retrain):
+        raise ValueError(
+            "--head measures a head that is there: it goes neither with "
+            "--variant=vanilla nor with --retrain"
+        )
+    for path in [*FLAGS.data, *filter(None, [FLAGS.head])]:
+        if not Path(path).exists():
+            raise ValueError(f"there is no {path!r}")
     return cfg, preset
 
 
 def read_questions(preset: Preset) -> dict[str, list[Question]]:
     """Reads the sets and takes the first prompts of each."""
-    sets = data.read_questions(Path(FLAGS.questions or QUESTIONS))
+    path = Path(FLAGS.questions or QUESTIONS)
+    if not path.exists():
+        raise ValueError(f"there is no {str(path)!r} to read questions from")
+    sets = data.read_questions(path)
     return {task: rows[: preset.prompts_per_set] for task, rows in sets.items()}
 
 
@@ -131,12 +156,14 @@ def measure(
     """Measures every set whose line is not in the results yet; returns all lines."""
     cfg, path = setup.cfg, out / "results.jsonl"
     known = {row.get("fingerprint"): row for row in common.read_lines(path)}
-    head_hash = _file_hash(folder / "model.safetensors") if folder else None
+    head_hash = _head_hash(folder) if folder else None
     greedy = cfg.sampling.temperature == 0
     shared = {
         "variant": FLAGS.variant,
         "target": setup.target_cfg.name,
-        "questions": FLAGS.questions and Path(FLAGS.questions).name or "embedded",
+        "questions": Path(FLAGS.questions).resolve().name
+        if FLAGS.questions
+        else "embedded",
         "preset": FLAGS.preset,
         "temperature": cfg.sampling.temperature,
         "max_new_tokens": preset.max_new_tokens,
@@ -185,8 +212,13 @@ def report_mismatches(result: TaskResult) -> None:
         print(f"NOT IDENTICAL to plain decoding: {line}")
 
 
-def _file_hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+def _head_hash(head: Path) -> str:
+    """Names the weights of a head: its .safetensors file, else all files there."""
+    files = [head] if head.is_file() else sorted(head.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for file in files or sorted(path for path in head.iterdir() if path.is_file()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def print_table(rows: list[dict[str, Any]], depth: int) -> None:
@@ -195,12 +227,20 @@ def print_table(rows: list[dict[str, Any]], depth: int) -> None:
     table = Table(
         title=(
             f"{first['variant']} on {first['target']}, temperature "
-            f"{first['temperature']}, {first['max_new_tokens']} new tokens, batch "
-            f"{first['batch']}, {first['dtype']}, tree of {first['tree']['n_nodes']} nodes"
+            f"{first['temperature']}, {first['max_new_tokens']} new tokens, "
+            f"batch {first['batch']}, {first['dtype']}, "
+            f"tree of {first['tree']['n_nodes']} nodes"
         )
     )
     columns = ["task", "tau pooled", "by prompt", "no loops", "accepted by depth"]
-    columns += ["tokens/s", "speedup", "with prefill", "identical", "near ties", "loops"]
+    columns += [
+        "tokens/s",
+        "speedup",
+        "with prefill",
+        "identical",
+        "near ties",
+        "loops",
+    ]
     for column in columns:
         table.add_column(column, justify="left" if column == "task" else "right")
     for row in [*rows, mean_row(rows, depth)]:
@@ -212,7 +252,7 @@ def print_table(rows: list[dict[str, Any]], depth: int) -> None:
             _number(row["tau_by_prompt"]),
             _number(row["tau_without_loops"]),
             " ".join(_number(a) for a in row["acceptance_by_depth"]),
-            f"{row['tokens_per_second']:.1f}",
+            _number(row["tokens_per_second"], 1),
             _number(row["speedup"]),
             _number(row["speedup_with_prefill"]),
             f"{row['n_identical']} of {n}" if exact else "-",
@@ -222,9 +262,9 @@ def print_table(rows: list[dict[str, Any]], depth: int) -> None:
     console = Console(width=None if Console().is_terminal else 150)
     console.print(table)
     console.print(
-        "tau: tokens per step, bonus token counted (pooled over steps; mean of prompts; "
-        "pooled without answers that loop).\naccepted by depth: share of steps accepting "
-        "at least 1, 2, ... drafted tokens. speedup: ratio of mean tokens/s, plain\n"
+        "tau: tokens per step, bonus token counted (pooled over steps; mean of "
+        "prompts; pooled without answers that loop).\n"
+        "accepted by depth: share of steps accepting at least 1, 2, ... drafted tokens. speedup: ratio of mean tokens/s, plain\n"
         "decoding in the same run; compilation and warm-up are never counted. The last "
         "line averages the sets."
     )
@@ -233,9 +273,9 @@ def print_table(rows: list[dict[str, Any]], depth: int) -> None:
 def mean_row(rows: list[dict[str, Any]], depth: int) -> dict[str, Any]:
     """Averages the sets; counts are added up."""
 
-    def mean(values: list[float]) -> float:
-        real = [v for v in values if not math.isnan(v)]
-        return sum(real) / len(real) if real else float("nan")
+    def mean(values: list[float | None]) -> float | None:
+        real = [v for v in values if v is not None]
+        return sum(real) / len(real) if real else None
 
     counts = ("n_prompts", "n_looping", "n_identical", "n_near_tie")
     exact = all(row["n_identical"] is not None for row in rows)
@@ -258,8 +298,8 @@ def mean_row(rows: list[dict[str, Any]], depth: int) -> dict[str, Any]:
     return total
 
 
-def _number(x: float) -> str:
-    return "-" if math.isnan(x) else f"{x:.2f}"
+def _number(x: float | None, digits: int = 2) -> str:
+    return "-" if x is None else f"{x:.{digits}f}"
 
 
 if __name__ == "__main__":

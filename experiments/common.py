@@ -1,13 +1,16 @@
-"""What every driver shares: flags, configuration, the target, result lines, progress."""
+"""What drivers share: flags, configuration, the target, result lines, progress."""
 
 import contextlib
 import dataclasses
+import errno
 import importlib
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +27,12 @@ from eagle_jax.layers import Params
 from eagle_jax.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
+DTYPES = ("float32", "bfloat16")
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("config", "configs/smollm2_135m.py", "Config file with get_config().")
+flags.DEFINE_string(
+    "config", "configs/smollm2_135m.py", "Config file with get_config()."
+)
 flags.DEFINE_multi_string("set", [], "field=value, such as tree.depth=6; repeatable.")
 flags.DEFINE_string("out", "out", "Folder for heads, checkpoints and results.")
 
@@ -47,18 +53,30 @@ def run(main: Callable[[], None]) -> None:
     def guarded(argv: list[str]) -> None:
         if len(argv) > 1:
             sys.exit(f"error: unexpected argument {argv[1]!r}; flags start with --")
-        logging.set_verbosity(logging.WARNING)
+        logging.set_verbosity(logging.FATAL)  # orbax logs what it raises as well
         _prepare_jax()
         try:
             main()
         except (ValueError, OSError, FloatingPointError) as fault:
             if os.environ.get("EAGLE_JAX_TRACEBACK"):
                 raise
-            sys.exit(f"error: {fault}")
+            sys.exit(f"error: {_one_line(fault)}")
         except KeyboardInterrupt:
-            sys.exit("interrupted; the same command goes on from the last checkpoint")
+            sys.exit(
+                "interrupted; the same command, without --retrain and --force, goes on "
+                "from what is saved"
+            )
 
     app.run(guarded)
+
+
+def _one_line(fault: Exception) -> str:
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    joined = "".join(
+        line if not i else (" " if lines[i - 1].endswith(":") else "; ") + line
+        for i, line in enumerate(lines)
+    )
+    return joined or type(fault).__name__
 
 
 def _prepare_jax() -> None:
@@ -76,23 +94,55 @@ def load_config() -> Config:
     if not path.exists():
         path = ROOT / FLAGS.config
     if not path.is_file():
-        known = ", ".join(sorted(f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py")))
+        known = ", ".join(
+            sorted(f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py"))
+        )
         raise ValueError(f"no config file {FLAGS.config!r}; there are {known}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"{path} has no function get_config()")
     cfg: Config = module.get_config()
     for assignment in FLAGS.set:
         cfg = config_lib.override(cfg, assignment)
+    for field, dtype in {"dtype": cfg.dtype, "train.dtype": cfg.train.dtype}.items():
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{field} must be one of {', '.join(DTYPES)}, got {dtype!r}"
+            )
     return cfg
+
+
+def prepare_out() -> Path:
+    """Returns the folder --out, made and known to be writable before anything slow."""
+    out = Path(FLAGS.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(b"-")
+    except OSError as fault:
+        raise OSError(f"cannot write to --out={out}: {fault.strerror}") from fault
+    return out
+
+
+def used_flags(*names: str) -> str:
+    """Returns those flags that were given, as they must be typed again."""
+    given = [FLAGS[name] for name in names if FLAGS[name].present]
+    values = [(f.name, v) for f in given for v in _listed(f.value)]
+    return "".join(f" --{name}={shlex.quote(str(value))}" for name, value in values)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def load_setup(cfg: Config) -> Setup:
     """Loads the target a config names."""
     if cfg.target_source == "tiny":
         tiny = importlib.import_module("configs.tiny")
-        target_cfg, params, text = tiny.load()
+        target_cfg, params, text = tiny.load(cfg.dtype, cfg.taps)
         return Setup(cfg, target_cfg, params, text, "tiny")
     path = weights.resolve(cfg.target_source)
     target_cfg, params = weights.load_target(path, dtype=cfg.dtype, taps=cfg.taps)
@@ -128,7 +178,10 @@ def print_config(cfg: Config) -> None:
 
     def walk(value: Any, default: Any, path: str) -> Iterator[str]:
         for field in dataclasses.fields(value):
-            mine, theirs = getattr(value, field.name), getattr(default, field.name, None)
+            mine, theirs = (
+                getattr(value, field.name),
+                getattr(default, field.name, None),
+            )
             name = f"{path}{field.name}"
             if dataclasses.is_dataclass(mine):
                 yield from walk(mine, theirs, name + ".")
@@ -139,45 +192,65 @@ def print_config(cfg: Config) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads a JSON lines file; a last line torn by a kill is dropped with a warning."""
+    """Reads a JSON lines file; a line torn by a kill is dropped with a warning."""
     if not path.exists():
         return []
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            print(f"{path}:{number}: not a JSON line, ignored", file=sys.stderr)
+            row = json.loads(line) if line.strip() else None
+        except ValueError:
+            row = line
+        if isinstance(row, dict):
+            rows.append(row)
+        elif row is not None:
+            print(f"{path}:{number}: not a JSON object, ignored", file=sys.stderr)
     return rows
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Appends one JSON line, and starts a new line if the file ends in a torn one."""
+    """Appends one JSON line, and starts a new line if the file ends in a torn one.
+
+    Raises:
+      OSError: it could not be written; the file is left as it was.
+    """
+    line = (json.dumps(row, allow_nan=False) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        if file.tell():
+    with path.open("a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
             file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write((json.dumps(row) + "\n").encode())
-        file.flush()
-        os.fsync(file.fileno())
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError as fault:
+            file.truncate(size)
+            raise OSError(
+                f"cannot write to {path}: {fault.strerror}; what it held is intact"
+            ) from fault
 
 
 class Progress:
-    """Prints a line of progress with an estimate of what is left, now and then."""
+    """Prints a line of progress with an estimate of what is left, now and then.
 
-    def __init__(self, name: str, total: int, done: int = 0, every: float = 10.0):
-        self.name, self.total, self.first = name, total, done
-        self.every, self.started, self.printed = every, time.monotonic(), 0.0
+    The first report starts the clock: what came before it was mostly compilation.
+    """
+
+    def __init__(self, name: str, total: int, every: float = 10.0):
+        self.name, self.total, self.every = name, total, every
+        self.first = self.started = self.printed = 0.0
 
     def show(self, done: int, note: str = "") -> None:
         """Reports `done` of `total`; prints if it is time, or the end."""
         now = time.monotonic()
-        if done < self.total and now - self.printed < self.every:
+        if not self.started:
+            self.first, self.started = done, now
+        if done < self.total and self.printed and now - self.printed < self.every:
             return
         self.printed = now
         fresh = done - self.first
         left = (now - self.started) / fresh * (self.total - done) if fresh > 0 else 0.0
-        eta = f"ETA {int(left) // 60}:{int(left) % 60:02d}" if fresh > 0 else ""
-        print(f"{self.name} {done}/{self.total}  {note}  {eta}", flush=True)
+        eta = f"  ETA {int(left) // 60}:{int(left) % 60:02d}" if fresh > 0 else ""
+        print(f"{self.name} {done}/{self.total}  {note}{eta}", flush=True)

@@ -80,10 +80,7 @@ def main() -> None:
         taps = tuple(int(tap) for tap in FLAGS.taps) if FLAGS.taps else None
     except ValueError as error:
         raise ValueError(f"--taps needs layer numbers, got {FLAGS.taps}") from error
-    try:
-        (check if FLAGS.check else convert)(taps)
-    except ValueError as error:
-        raise ValueError("; ".join(map(str.strip, str(error).splitlines()))) from error
+    (check if FLAGS.check else convert)(taps)
 
 
 if __name__ == "__main__":

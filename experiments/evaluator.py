@@ -1,6 +1,7 @@
 """Decodes evaluation prompts, speculatively and plainly in turn, and counts."""
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,9 +44,7 @@ def load_method(setup: Setup, folder: Path) -> Method:
         t = dataclasses.replace(t, taps=head.taps)
     tied = draft.tie(head.params, setup.target_params, head.cfg)
     params = {"target": setup.target_params, "draft": tied}
-    return Method(
-        params, DecodeConfig(t, head.cfg, setup.cfg.tree, setup.cfg.sampling)
-    )
+    return Method(params, DecodeConfig(t, head.cfg, setup.cfg.tree, setup.cfg.sampling))
 
 
 class TaskResult(NamedTuple):
@@ -63,9 +62,13 @@ _warm: set[tuple[Any, ...]] = set()
 
 
 def answer(
-    method: Method, prompts: list[list[int]], max_new_tokens: int, seed: int, max_len: int
+    method: Method,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    seed: int,
+    max_len: int,
 ) -> list[Turn]:
-    """Decodes one batch and times it; a shape's first call is compiled and warmed up."""
+    """Decodes one batch and times it; a shape's first call only warms up."""
     shape = (
         method.cfg,
         len(prompts),
@@ -79,7 +82,11 @@ def answer(
 
 
 def _decode(
-    method: Method, prompts: list[list[int]], max_new_tokens: int, seed: int, max_len: int
+    method: Method,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    seed: int,
+    max_len: int,
 ) -> list[Turn]:
     params, cfg = method
     began = time.perf_counter()
@@ -136,9 +143,19 @@ def run_task(
                 if method is plain and kept is baseline:
                     continue  # plain decoding is its own baseline
                 prompts = [_prompt(setup, questions[i], kept[i]) for i in asking]
-                new = answer(
-                    which, prompts, max_new_tokens, setup.cfg.seed, setup.cfg.max_len
-                )
+                try:
+                    new = answer(
+                        which,
+                        prompts,
+                        max_new_tokens,
+                        setup.cfg.seed,
+                        setup.cfg.max_len,
+                    )
+                except ValueError as fault:
+                    ids = ", ".join(str(questions[i].id) for i in asking)
+                    raise ValueError(
+                        f"{task}, question {ids}, turn {turn + 1}: {fault}"
+                    ) from fault
                 for i, one in zip(asking, new, strict=True):
                     kept[i].append(one)
             if method is plain or not greedy:
@@ -163,6 +180,29 @@ def run_task(
         n_near_tie=sum(near),
         mismatches=mismatches,
     )
+
+
+def check_prompts(
+    setup: Setup, sets: dict[str, list[Question]], max_new_tokens: int
+) -> None:
+    """Finds prompts without room in the cache before anything slow happens.
+
+    Only first turns: later ones hold answers that are not known yet.
+
+    Raises:
+      ValueError: with the set and the question.
+    """
+    spare = setup.cfg.max_len - max_new_tokens - setup.cfg.tree.depth
+    for task, questions in sets.items():
+        for question in questions:
+            n = len(_prompt(setup, question, []))
+            if n > spare:
+                raise ValueError(
+                    f"{task}, question {question.id}: no room for a prompt of {n} "
+                    f"tokens, max_new_tokens={max_new_tokens} and tree.depth="
+                    f"{setup.cfg.tree.depth} in max_len={setup.cfg.max_len} cache "
+                    f"slots; raise max_len or shorten the prompt"
+                )
 
 
 def _prompt(setup: Setup, question: Question, so_far: Answer) -> list[int]:
@@ -196,7 +236,7 @@ class Tie(NamedTuple):
 def near_tie(
     method: Method, prompt: list[int], ours: list[int], theirs: list[int]
 ) -> Tie:
-    """Measures whether a mismatch can be rounding: gap against the noise of the shapes."""
+    """Measures whether a mismatch can be rounding: gap against noise of shapes."""
     at = next(
         (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
         min(len(ours), len(theirs)),
@@ -225,28 +265,41 @@ def _node_logits(
     n = tokens.shape[1]
     positions = jnp.broadcast_to(state.target_cache.length[:, None], (1, n))
     mask = jnp.eye(n, dtype=bool)[None]
-    out = target.forward(params, tokens, positions, mask, state.target_cache, cfg.target)
+    out = target.forward(
+        params, tokens, positions, mask, state.target_cache, cfg.target
+    )
     return target.logits(params, out.top[:, :, :1])[:, 0, 0]
 
 
 def summary(result: TaskResult, depth: int, greedy: bool) -> dict[str, Any]:
-    """Turns answers into the numbers of a result line."""
+    """Turns answers into the numbers of a result line; null where there is none."""
     ours, plain = result.answers, result.baseline
     fast = metrics.tokens_per_second(ours, with_prefill=False)
     slow = metrics.tokens_per_second(plain, with_prefill=False)
     fast_all = metrics.tokens_per_second(ours, with_prefill=True)
     slow_all = metrics.tokens_per_second(plain, with_prefill=True)
-    return {
-        "n_prompts": len(ours),
-        "n_identical": result.n_identical if greedy else None,
-        "n_near_tie": result.n_near_tie if greedy else None,
-        "n_looping": len(ours) - len(metrics.without_loops(ours)),
-        "tau_pooled": metrics.tau_pooled(ours),
-        "tau_by_prompt": metrics.tau_by_prompt(ours),
-        "tau_without_loops": metrics.tau_pooled(metrics.without_loops(ours)),
-        "acceptance_by_depth": metrics.acceptance_by_depth(ours, depth),
-        "tokens_per_second": fast,
-        "baseline_tokens_per_second": slow,
-        "speedup": fast / slow,
-        "speedup_with_prefill": fast_all / slow_all,
-    }
+    return _without_nan(
+        {
+            "n_prompts": len(ours),
+            "n_identical": result.n_identical if greedy else None,
+            "n_near_tie": result.n_near_tie if greedy else None,
+            "n_looping": len(ours) - len(metrics.without_loops(ours)),
+            "tau_pooled": metrics.tau_pooled(ours),
+            "tau_by_prompt": metrics.tau_by_prompt(ours),
+            "tau_without_loops": metrics.tau_pooled(metrics.without_loops(ours)),
+            "acceptance_by_depth": metrics.acceptance_by_depth(ours, depth),
+            "tokens_per_second": fast,
+            "baseline_tokens_per_second": slow,
+            "speedup": fast / slow,
+            "speedup_with_prefill": fast_all / slow_all,
+        }
+    )
+
+
+def _without_nan(x: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(x, dict):
+        return {name: _without_nan(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [_without_nan(value) for value in x]
+    return None if isinstance(x, float) and math.isnan(x) else x

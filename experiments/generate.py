@@ -1,7 +1,7 @@
 """Answers a prompt, or chats, with a head; accepted draft tokens are shown in green.
 
-    python -m experiments.generate --head=DIR --prompt="Why is the sky blue?"
-    python -m experiments.generate --head=DIR              (chat; an empty line ends it)
+python -m experiments.generate --head=DIR --prompt="Why is the sky blue?"
+python -m experiments.generate --head=DIR              (chat; an empty line ends it)
 """
 
 import time
@@ -28,7 +28,14 @@ GREEN, PLAIN_COLOR = "\033[32m", "\033[0m"
 
 
 def main() -> None:
-    setup = common.load_setup(common.load_config())
+    cfg = common.load_config()
+    if FLAGS.max_new_tokens < 1:
+        raise ValueError(
+            f"max_new_tokens must be at least 1, got {FLAGS.max_new_tokens}"
+        )
+    if FLAGS.head and not Path(FLAGS.head).exists():
+        raise ValueError(f"there is no head {FLAGS.head!r}")
+    setup = common.load_setup(cfg)
     if FLAGS.head:
         method = evaluator.load_method(setup, Path(FLAGS.head))
     else:
@@ -67,27 +74,27 @@ def answer(setup: Setup, method: Method, messages: list[dict[str, str]]) -> str:
     jax.block_until_ready(state)
     tokens = [int(state.root[0])]
     drafted = [False]
-    n_steps, seconds = 0, 0.0
+    n_steps, n_timed, seconds = 0, 0, 0.0
     shown = _show(setup, tokens, drafted, "")
     while not bool(state.done[0]) and len(tokens) < FLAGS.max_new_tokens:
         began = time.perf_counter()
         state, info = decode.jit_step(params, state, cfg)
         info = jax.device_get(info)
-        n = int(info.n_emitted[0])
+        n = min(int(info.n_emitted[0]), FLAGS.max_new_tokens - len(tokens))
         if n_steps:  # the first step compiles
             seconds += time.perf_counter() - began
+            n_timed += n
         n_steps += 1
         tokens += np.asarray(info.tokens)[0, :n].tolist()
         drafted += [i < int(info.n_accepted[0]) for i in range(n)]
         shown = _show(setup, tokens, drafted, shown)
-    new = tokens[: FLAGS.max_new_tokens]
-    tau = (len(tokens) - 1) / max(n_steps, 1)
-    rate = f"{(len(tokens) - 1 - tau) / seconds:.1f}" if seconds else "-"
+    tau = f"{(len(tokens) - 1) / n_steps:.2f}" if n_steps else "-"
+    rate = f"{n_timed / seconds:.1f}" if seconds else "-"
     print(
-        f"\n[{len(new)} tokens, {n_steps} steps, tau {tau:.2f}, {rate} tokens/s after "
+        f"\n[{len(tokens)} tokens, {n_steps} steps, tau {tau}, {rate} tokens/s after "
         f"the first step]"
     )
-    return text_lib.decode(setup.text, new)
+    return text_lib.decode(setup.text, tokens)
 
 
 def _show(setup: Setup, tokens: list[int], drafted: list[bool], shown: str) -> str:

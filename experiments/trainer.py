@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import shutil
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 
 from eagle_jax import checkpoint, data, heads, train
 from eagle_jax.config import Config, DraftConfig, fingerprint
@@ -25,7 +27,7 @@ jit_train_step = jax.jit(
     static_argnames=("cfg", "train", "update"),
     donate_argnames="state",
 )
-jit_loss = jax.jit(train.eagle3_loss, static_argnames=("cfg", "train"))
+jit_loss = jax.jit(train.head_loss, static_argnames=("cfg", "train"))
 
 
 class Job(NamedTuple):
@@ -42,13 +44,29 @@ class Job(NamedTuple):
 
 
 def head_config(cfg: Config, setup: Setup, head: str) -> DraftConfig:
-    """Completes a config's draft sizes for one kind of head and this target."""
+    """Completes a config's draft sizes for one kind of head and this target.
+
+    Parameters are trained in float32 whatever the run's dtype: in bfloat16 most updates
+    would be rounded away. `train.dtype` is that of the arithmetic.
+    """
     t = setup.target_cfg
+    if cfg.draft.d_model != t.d_model:
+        raise ValueError(
+            f"a head is trained at its target's width d_model={t.d_model}, since it "
+            f"reads the target's embedding; got draft.d_model={cfg.draft.d_model}"
+        )
+    if not 0 < cfg.draft.vocab_size <= t.vocab_size:
+        raise ValueError(
+            f"draft.vocab_size must lie in 1..{t.vocab_size}, the target's vocabulary; "
+            f"got {cfg.draft.vocab_size}"
+        )
     size = t.d_model if head == "eagle1" else len(t.taps) * t.d_model
-    return dataclasses.replace(cfg.draft, head=head, feature_size=size, dtype=cfg.dtype)
+    return dataclasses.replace(cfg.draft, head=head, feature_size=size, dtype="float32")
 
 
-def plan(setup: Setup, variant: str, head: str, paths: tuple[Path, ...], out: Path) -> Job:
+def plan(
+    setup: Setup, variant: str, head: str, paths: tuple[Path, ...], out: Path
+) -> Job:
     """Reads the data, counts the steps and names the folders."""
     cfg = setup.cfg
     draft = head_config(cfg, setup, head)
@@ -67,6 +85,7 @@ def plan(setup: Setup, variant: str, head: str, paths: tuple[Path, ...], out: Pa
     )
     per_step = _supervised_per_step(kept, cfg)
     n_steps = max(1, round(cfg.train.supervised_tokens / per_step))
+    n_steps = -(-n_steps // cfg.train.accumulate) * cfg.train.accumulate
     name = fingerprint(
         variant,
         cfg.train,
@@ -116,10 +135,12 @@ def fit(job: Job, retrain: bool = False) -> Path:
     if retrain and job.folder.exists():
         shutil.rmtree(job.folder)
     job.folder.mkdir(parents=True, exist_ok=True)
-    update = train.optimiser(cfg.train, job.n_steps)
+    update = train.optimiser(cfg.train, job.n_steps // cfg.train.accumulate)
     ids = jnp.asarray(job.draft_to_target)
+    key = jax.random.key(cfg.seed)
+    noise_key = jax.random.fold_in(key, 1)
     state = train.init(
-        jax.random.key(cfg.seed),
+        key,
         setup.target_params,
         ids,
         job.draft,
@@ -141,8 +162,8 @@ def fit(job: Job, retrain: bool = False) -> Path:
             f"training {n_params / 1e6:.1f}M parameters for {job.n_steps} steps, about "
             f"{cfg.train.supervised_tokens} supervised tokens"
         )
-        progress = Progress("train", job.n_steps, start)
-        clock = time.monotonic()
+        progress = Progress("train", job.n_steps)
+        clock = 0.0  # started after the first step, which compiles
         stream = data.batches(
             job.samples, cfg.seed, cfg.train.rows, cfg.train.row_length, start
         )
@@ -150,8 +171,11 @@ def fit(job: Job, retrain: bool = False) -> Path:
             if index >= job.n_steps:
                 break
             batch = Batch(*(jnp.asarray(array) for array in packed))
-            given = jit_features(setup.target_params, batch, setup.target_cfg, job.draft)
+            given = jit_features(
+                setup.target_params, batch, setup.target_cfg, job.draft
+            )
             state, metrics = jit_train_step(
+                noise_key,
                 state,
                 fixed,
                 setup.target_params,
@@ -164,25 +188,43 @@ def fit(job: Job, retrain: bool = False) -> Path:
             row = _log_row(index, metrics)
             if not np.isfinite(row["loss"]):
                 raise FloatingPointError(
-                    f"loss is {row['loss']} at step {index}; the checkpoint of step "
-                    f"{manager.latest_step()} is good; lower train.learning_rate"
+                    _not_finite(f"loss is {row['loss']}", index, manager.latest_step())
                 )
             append_line(log, row)
-            spent = time.monotonic() - clock
-            rate = (index + 1 - start) * packed.tokens.size / spent
-            accuracy = " ".join(f"{a:.2f}" for a in row["accuracy"])
-            progress.show(
-                index + 1,
-                f"loss {row['loss']:.3f}  accuracy {accuracy}  {rate:.0f} tokens/s",
-            )
+            clock = clock or time.monotonic()
+            note = f"loss {row['loss']:.3f}  accuracy "
+            note += " ".join(f"{a:.2f}" for a in row["accuracy"])
+            if index > start:
+                rate = (index - start) * packed.tokens.size / (time.monotonic() - clock)
+                note += f"  {rate:.0f} tokens/s"
+            progress.show(index + 1, note)
             done = index + 1
             if done % cfg.train.evaluate_every == 0 and done < job.n_steps:
                 evaluate(job, state, fixed)
             if done % cfg.train.checkpoint_every == 0 or done == job.n_steps:
+                # The loss speaks about the parameters before the step, not after.
+                if not _all_finite(state.params):
+                    raise FloatingPointError(
+                        _not_finite(
+                            "parameters are not finite", index, manager.latest_step()
+                        )
+                    )
                 checkpoint.save(manager, state)
     held_out = evaluate(job, state, fixed)
     export(job, state, held_out)
     return job.head
+
+
+def _all_finite(params: dict[str, Any]) -> bool:
+    return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
+
+
+def _not_finite(what: str, index: int, saved: int | None) -> str:
+    kept = f"the checkpoint of step {saved} is good and kept" if saved else ""
+    return (
+        f"{what} at step {index}; {kept or 'there was no checkpoint yet'}; lower "
+        f"train.learning_rate or train.clip_norm"
+    )
 
 
 def _log_row(index: int, metrics: train.Metrics) -> dict[str, Any]:
@@ -197,17 +239,19 @@ def _log_row(index: int, metrics: train.Metrics) -> dict[str, Any]:
 
 def _forget_after(log: Path, step: int) -> None:
     """Drops log lines of steps that will be taken again."""
-    rows = [row for row in read_lines(log) if row["step"] < step]
-    if log.exists():
-        log.unlink()
-    for row in rows:
-        append_line(log, row)
+    rows = read_lines(log)
+    kept = [json.dumps(row) + "\n" for row in rows if row["step"] < step]
+    if len(kept) < len(rows):
+        scratch = log.with_suffix(".tmp")
+        scratch.write_text("".join(kept))
+        scratch.replace(log)
 
 
 def evaluate(job: Job, state: TrainState, fixed: dict[str, Any]) -> dict[str, Any]:
     """Measures per-step accuracy on held-out conversations, and the tau it predicts."""
     setup, cfg = job.setup, job.setup.cfg
     packed = data.pack(job.held_out, range(len(job.held_out)), cfg.train.row_length)
+    clean = dataclasses.replace(cfg.train, noise="none")
     n_labels, right, loss = 0, 0.0, 0.0
     for start in range(0, len(packed.tokens), cfg.train.rows):
         rows = [array[start : start + cfg.train.rows] for array in packed]
@@ -216,7 +260,13 @@ def evaluate(job: Job, state: TrainState, fixed: dict[str, Any]) -> dict[str, An
         batch = Batch(*(jnp.asarray(array) for array in rows))
         given = jit_features(setup.target_params, batch, setup.target_cfg, job.draft)
         _, metrics = jit_loss(
-            state.params | fixed, setup.target_params, batch, given, job.draft, cfg.train
+            jax.random.key(cfg.seed),
+            state.params | fixed,
+            setup.target_params,
+            batch,
+            given,
+            job.draft,
+            clean,
         )
         n = int(metrics.n_labels)
         n_labels += n
@@ -238,23 +288,35 @@ def evaluate(job: Job, state: TrainState, fixed: dict[str, Any]) -> dict[str, An
 
 
 def export(job: Job, state: TrainState, held_out: dict[str, Any]) -> None:
-    """Writes the head in the official layout, with what it belongs to."""
+    """Writes the head in the official layout, with what it belongs to.
+
+    Raises:
+      OSError: it could not be written; a head that was there, and the checkpoint of the
+        last step, stay.
+    """
     setup = job.setup
     params = dict(state.params) | {"draft_to_target": jnp.asarray(job.draft_to_target)}
-    heads.save_head(
-        job.head,
-        job.draft,
-        params,
-        taps=setup.target_cfg.taps,
-        dialect="official",
-        meta={
-            "target_hash": setup.target_hash,
-            "target_dtype": setup.cfg.dtype,
-            "supervised_tokens": int(state.n_tokens),
-            "seed": setup.cfg.seed,
-            "commit": commit(),
-            "held_out": held_out,
-        },
-        target=setup.target_cfg,
-        overwrite=True,
-    )
+    meta = {
+        "target_hash": setup.target_hash,
+        "target_dtype": setup.cfg.dtype,
+        "supervised_tokens": int(state.n_tokens),
+        "seed": setup.cfg.seed,
+        "commit": commit(),
+        "held_out": held_out,
+    }
+    try:
+        heads.save_head(
+            job.head,
+            job.draft,
+            params,
+            taps=setup.target_cfg.taps,
+            dialect="official",
+            meta=meta,
+            target=setup.target_cfg,
+            overwrite=True,
+        )
+    except (OSError, safetensors.SafetensorError) as fault:
+        raise OSError(
+            f"the head could not be written to {job.head}; is the disk full? The "
+            f"training is saved: the same command writes it again. {fault}"
+        ) from fault

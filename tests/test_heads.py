@@ -331,6 +331,19 @@ def test_assumed_layers_are_named_with_the_way_to_change_them(tmp_path: Path) ->
     again = heads.load_head(tmp_path / "o", TARGET)
     assert again.taps == (2, 4, 5)
     assert any("were assumed when it was exported" in n for n in again.notes)
+    for taps, is_guess in ((again.taps, True), ((1, 4, 5), False)):
+        heads.save_head(
+            tmp_path / f"{is_guess}",
+            cfg,
+            params,
+            taps,
+            "sglang",
+            meta=again.meta,
+            target=TARGET,
+        )
+        third = heads.load_head(tmp_path / f"{is_guess}", TARGET)
+        assert third.taps == taps
+        assert any("were assumed" in n for n in third.notes) == is_guess
 
 
 def test_layer_ids_that_contradict_or_do_not_fit_are_refused(tmp_path: Path) -> None:
