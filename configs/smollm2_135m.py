@@ -23,6 +23,6 @@ def get_config() -> Config:
             norm_eps=1e-5,
             rope_theta=10000.0,
         ),
-        tree=TreeConfig(width=4, depth=4, n_nodes=12),
-        train=TrainConfig(row_length=768, rows=2),
+        tree=TreeConfig(width=6, depth=4, n_nodes=16),
+        train=TrainConfig(row_length=768, rows=1),
     )

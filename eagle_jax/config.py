@@ -303,7 +303,7 @@ class TrainConfig:
     head_from_target: bool = True
     long_samples: Literal["cut", "drop"] = "cut"
     held_out: float = 0.03
-    evaluate_every: int = 50
+    evaluate_every: int = 100
     checkpoint_every: int = 25
     dtype: str = "float32"
 

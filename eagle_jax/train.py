@@ -1,9 +1,9 @@
 """Training of draft heads on packed conversations of the target.
 
-A row holds several conversations; `segments` tells them apart (0 is padding), `positions`
-restart in each, `mask` marks the tokens an answer consists of. A *label* is a place p whose
-next token is to be predicted; slot t of the draft reads (feature t, token t+1), so what it
-says in unrolled step i belongs to label p = t + 1 + i.
+A row holds several conversations; `segments` tells them apart (0 is padding),
+`positions` restart in each, `mask` marks the tokens of answers. A *label* is a place p
+whose next token is to be predicted; slot t of the draft reads (feature t, token t+1),
+so what it says in unrolled step i belongs to label p = t + 1 + i.
 
     slot t       0    1    2    3         step 0: slot t reads token t+1, label t+1
     token        x0   x1   x2   x3        step 1: slot t reads token t+2, label t+2
@@ -51,7 +51,7 @@ class Metrics(NamedTuple):
     Args:
       loss: weighted sum over steps and parts.
       step_loss: mean cross-entropy of each step (nats), not weighted.
-      regression: mean smooth-L1 distance of each step to the true feature; EAGLE-1 only.
+      regression: mean smooth-L1 distance to the true feature; 0 for EAGLE-3.
       accuracy: share of labels where draft and target agree on the likeliest token;
         labels outside the draft vocabulary count as errors.
       n_labels: labels trained in step 0.
@@ -93,13 +93,17 @@ def target_features(
 
 
 def unroll(
-    params: Params, batch: Batch, read: Float[Array, "E B T"], cfg: DraftConfig, steps: int
+    params: Params,
+    batch: Batch,
+    read: Float[Array, "E B T"],
+    cfg: DraftConfig,
+    steps: int,
 ) -> list[Float[Array, "D B T"]]:
     """Runs the head on its own outputs: training-time test (EAGLE-3 §3.2).
 
-    Tokens are the data's at every step. In step i, slot t sees the step-0 keys of slots up
-    to t, made from true features, and its own keys of steps 1 to i; its rotary position is
-    t + i. Gradients flow through all steps (traineagle3/cnets.py:713-864).
+    Tokens are the data's at every step. In step i, slot t sees the step-0 keys of slots
+    up to t, made from true features, and its own keys of steps 1 to i; its rotary
+    position is t + i. Gradients flow through all steps (traineagle3/cnets.py:713-864).
     """
     hidden = draft.fuse(params, read, cfg)
     mask = packed_mask(batch)
@@ -127,10 +131,10 @@ def _shift(x: Array, by: int) -> Array:
 def labels(batch: Batch, rule: str) -> Bool[Array, "B T"]:
     """Marks the places whose next token is trained.
 
-    "label": the next token belongs to an answer. "official": the token before belongs to
-    one, which is where the unshifted mask of the official code ends up (method.md 4.4,
-    6.5); so the last token of a conversation is a label, with the teacher alone to say
-    what follows. The label after it, which EAGLE-3's code trains on zeros, is left out.
+    "label": the next token belongs to an answer. "official": the token before belongs
+    to one, which is where the unshifted mask of the official code ends up (method.md
+    4.4, 6.5); so the last token of a conversation is a label, with the teacher alone to
+    say what follows. The one after it, trained on zeros by EAGLE-3's code, is left out.
     """
     real = batch.segments > 0
     if rule == "label":
@@ -166,11 +170,11 @@ def eagle1_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """Distance to the target's next feature, and cross-entropy with its distribution.
 
-    Smooth-L1 (beta 1, mean over channels) to `given.top`, plus the cross-entropy of what
-    the target's frozen LM head says about both features (EAGLE-1 §3.2, eagle/train/
-    main.py:231-238); noise goes on `given.read` alone. `ttt_steps` = 1 is EAGLE-1; more
-    steps also train on the head's own features, as HASS does, but with gradients through
-    all steps (method.md 7).
+    Smooth-L1 (beta 1, mean over channels) to `given.top`, and cross-entropy between
+    what the target's frozen LM head says of both features (EAGLE-1 §3.2,
+    eagle/train/main.py:231-238); noise goes on `given.read` alone. `ttt_steps` = 1 is
+    EAGLE-1; more steps also train on the head's own features, as HASS does, but with
+    gradients through all steps (method.md 7).
     """
     params = draft.tie(params, target_params, cfg)
     read = add_noise(key, given.read, batch, train)
@@ -231,7 +235,7 @@ def _unrolled_loss(
         scale = jnp.asarray(1.0 / flags.size, jnp.float32)
     decay = train.ttt_decay ** jnp.arange(train.ttt_steps, dtype=jnp.float32)
     scoring = {name: params[name] for name in ("norm", "head") if name in params}
-    sums = chunked_loss(
+    sums: Any = chunked_loss(
         draft.trainable(scoring, cfg),
         jnp.stack([out.reshape(out.shape[0], -1) for out in outs]),
         scoring,
@@ -262,7 +266,10 @@ def _cast(params: Params, dtype: jnp.dtype) -> Params:
 
 
 class Sums(NamedTuple):
-    """Totals over all labels; all but `loss` per unrolled step. Only `loss` has a gradient."""
+    """Totals over all labels, per unrolled step but for `loss`.
+
+    Only `loss` has a gradient.
+    """
 
     loss: Float[Array, ""]
     cross_entropy: Float[Array, " I"]
@@ -290,9 +297,9 @@ def chunked_loss(
 ) -> Sums:
     """Sums the loss over labels, a chunk of them at a time.
 
-    Only the chunk's logits ever exist, [CHUNK, V] of the teacher and [I, CHUNK, U] of the
-    draft, and unsupervised places cost nothing: the loop runs over labels. The gradient is
-    made in the same pass, so nothing is computed twice.
+    Only the chunk's logits ever exist, [CHUNK, V] of the teacher and [I, CHUNK, U] of
+    the draft, and unsupervised places cost nothing: the loop runs over labels. The
+    gradient is made in the same pass, so nothing is computed twice.
 
     Args:
       trained: those of `scoring` that get a gradient; EAGLE-1 trains none.
@@ -380,7 +387,8 @@ def _chunked_fwd(
         i, sums, trained_grads, out_grads = at
         places = jax.lax.dynamic_slice(where, (i * size,), (size,))
         real = i * size + jnp.arange(size) < n_labels
-        # Slot p - 1 - i speaks about label p in step i, if its conversation reaches there.
+        # Slot p - 1 - i speaks about label p in step i, if its conversation goes back
+        # that far.
         slots = places[None] - back[:, None]
         reaches = (positions[places][None] >= back[:, None]) & real[None]
         slots = jnp.where(reaches, slots, 0)
@@ -410,8 +418,10 @@ def _chunked_fwd(
 def _chunked_bwd(
     cfg: DraftConfig, train: TrainConfig, grads: tuple[Params, Array], cotangent: Sums
 ) -> tuple[Any, ...]:
-    scaled = jax.tree.map(lambda g: (g * cotangent.loss).astype(g.dtype), grads)
-    return *scaled, *[None] * 7
+    def scale(g: Array) -> Array:
+        return (g.astype(jnp.float32) * cotangent.loss).astype(g.dtype)
+
+    return *jax.tree.map(scale, grads), *[None] * 7
 
 
 chunked_loss.defvjp(_chunked_fwd, _chunked_bwd)
@@ -483,7 +493,7 @@ def train_step(
 
     (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
     updates, opt_state = update.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    params: Any = optax.apply_updates(state.params, updates)
     return TrainState(
         params=params,
         opt_state=opt_state,

@@ -191,16 +191,15 @@ def accept_with_q(
         accepted = is_child & (u[:, n] * q_x < p_x)
         rejected = is_child & ~accepted
         rest = jnp.maximum(at.p - q, 0)
-        mass = rest.sum(axis=0)
+        mass = rest.sum(axis=0, keepdims=True)
         # Where nothing is left, p equals q but for rounding and a rejection says nothing.
         rest = jnp.where(mass > 0, rest / mass, at.p)
         others = at.log_q.at[x[0], jnp.arange(B)].set(-jnp.inf)
+        cases = [accepted[None], rejected[None]]
         return _Visit(
             node=jnp.where(accepted, n, at.node),
-            p=jnp.where(accepted, p[:, :, n], jnp.where(rejected, rest, at.p)),
-            log_q=jnp.where(
-                accepted, log_q[:, :, n], jnp.where(rejected, others, at.log_q)
-            ),
+            p=jnp.select(cases, [p[:, :, n], rest], at.p),
+            log_q=jnp.select(cases, [log_q[:, :, n], others], at.log_q),
         ), accepted
 
     root = jnp.zeros((B,), jnp.int32)

@@ -79,7 +79,7 @@ def main() -> None:
     rows = measure(setup, method, plain, questions, preset, folder, out)
     print_table(rows, method.cfg.tree.depth)
     if folder is not None:
-        flags_used = common.used_flags("config", "set")
+        flags_used = common.used_flags()
         print(f"\nThe head is in {folder}. To talk to the target with it:")
         print(
             f"  python -m experiments.generate{flags_used} "
@@ -264,7 +264,8 @@ def print_table(rows: list[dict[str, Any]], depth: int) -> None:
     console.print(
         "tau: tokens per step, bonus token counted (pooled over steps; mean of "
         "prompts; pooled without answers that loop).\n"
-        "accepted by depth: share of steps accepting at least 1, 2, ... drafted tokens. speedup: ratio of mean tokens/s, plain\n"
+        "accepted by depth: share of steps accepting at least 1, 2, ... drafted "
+        "tokens. speedup: ratio of mean tokens/s, plain\n"
         "decoding in the same run; compilation and warm-up are never counted. The last "
         "line averages the sets."
     )

@@ -127,15 +127,11 @@ def prepare_out() -> Path:
     return out
 
 
-def used_flags(*names: str) -> str:
-    """Returns those flags that were given, as they must be typed again."""
-    given = [FLAGS[name] for name in names if FLAGS[name].present]
-    values = [(f.name, v) for f in given for v in _listed(f.value)]
-    return "".join(f" --{name}={shlex.quote(str(value))}" for name, value in values)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def used_flags() -> str:
+    """Returns the flags that name the target and how to decode, as typed."""
+    given = [f"--config={FLAGS.config}"] if FLAGS["config"].present else []
+    given += [f"--set={text}" for text in FLAGS.set if not text.startswith("train.")]
+    return "".join(" " + shlex.quote(flag) for flag in given)
 
 
 def load_setup(cfg: Config) -> Setup:

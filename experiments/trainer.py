@@ -14,14 +14,23 @@ import numpy as np
 import safetensors
 
 from eagle_jax import checkpoint, data, heads, train
-from eagle_jax.config import Config, DraftConfig, fingerprint
+from eagle_jax.config import Config, DraftConfig, TargetConfig, fingerprint
 from eagle_jax.data import Sample
-from eagle_jax.train import Batch, TrainState
+from eagle_jax.layers import Params
+from eagle_jax.train import Batch, Features, TrainState
 from experiments.common import ROOT, Progress, Setup, append_line, commit, read_lines
 
 TRAINING_DATA = (ROOT / "experiments" / "data" / "train.jsonl.gz",)
 
-jit_features = jax.jit(train.target_features, static_argnames=("cfg", "head"))
+
+def _scaled_features(
+    params: Params, batch: Batch, scale: jax.Array, cfg: TargetConfig, head: DraftConfig
+) -> Features:
+    given = train.target_features(params, batch, cfg, head)
+    return given._replace(read=given.read / scale[:, None, None])
+
+
+jit_features = jax.jit(_scaled_features, static_argnames=("cfg", "head"))
 jit_train_step = jax.jit(
     train.train_step,
     static_argnames=("cfg", "train", "update"),
@@ -149,6 +158,7 @@ def fit(job: Job, retrain: bool = False) -> Path:
         update,
     )
     fixed = {"embed": setup.target_params["embed"], "draft_to_target": ids}
+    scale = feature_scale(job)
     n_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     log = job.folder / "log.jsonl"
     with checkpoint.open_manager(job.folder / "checkpoints") as manager:
@@ -172,7 +182,7 @@ def fit(job: Job, retrain: bool = False) -> Path:
                 break
             batch = Batch(*(jnp.asarray(array) for array in packed))
             given = jit_features(
-                setup.target_params, batch, setup.target_cfg, job.draft
+                setup.target_params, batch, scale, setup.target_cfg, job.draft
             )
             state, metrics = jit_train_step(
                 noise_key,
@@ -200,7 +210,7 @@ def fit(job: Job, retrain: bool = False) -> Path:
             progress.show(index + 1, note)
             done = index + 1
             if done % cfg.train.evaluate_every == 0 and done < job.n_steps:
-                evaluate(job, state, fixed)
+                evaluate(job, state, fixed, scale)
             if done % cfg.train.checkpoint_every == 0 or done == job.n_steps:
                 # The loss speaks about the parameters before the step, not after.
                 if not _all_finite(state.params):
@@ -210,8 +220,8 @@ def fit(job: Job, retrain: bool = False) -> Path:
                         )
                     )
                 checkpoint.save(manager, state)
-    held_out = evaluate(job, state, fixed)
-    export(job, state, held_out)
+    held_out = evaluate(job, state, fixed, scale)
+    export(job, state, held_out, scale)
     return job.head
 
 
@@ -247,7 +257,35 @@ def _forget_after(log: Path, step: int) -> None:
         scratch.replace(log)
 
 
-def evaluate(job: Job, state: TrainState, fixed: dict[str, Any]) -> dict[str, Any]:
+def feature_scale(job: Job) -> jax.Array:
+    """Returns the typical size of each feature channel, which training divides by.
+
+    Un-normed residual streams grow tenfold from low to high taps, and single channels a
+    hundredfold more: fed as they are, the high tap drowns everything else the head reads.
+    The scale is a constant per channel, so `export` folds it into `fuse` and the head stays
+    one of the official kind. Medians, because first tokens carry giant outliers. A resumed
+    run finds the same scale, from the same first batches. EAGLE-1 regresses its features
+    and takes them as they are.
+    """
+    setup, cfg = job.setup, job.setup.cfg
+    ones = jnp.ones(job.draft.feature_size, cfg.dtype)
+    if job.draft.head == "eagle1":
+        return ones
+    stream = data.batches(job.samples, cfg.seed, cfg.train.rows, cfg.train.row_length)
+    seen = []
+    for _, (_, packed) in zip(range(4), stream, strict=False):
+        batch = Batch(*(jnp.asarray(array) for array in packed))
+        given = jit_features(
+            setup.target_params, batch, ones, setup.target_cfg, job.draft
+        )
+        seen.append(np.asarray(given.read, np.float32)[:, packed.segments > 0])
+    scale = np.median(np.abs(np.concatenate(seen, axis=1)), axis=1)
+    return jnp.asarray(np.maximum(scale, 1e-3), cfg.dtype)
+
+
+def evaluate(
+    job: Job, state: TrainState, fixed: dict[str, Any], scale: jax.Array
+) -> dict[str, Any]:
     """Measures per-step accuracy on held-out conversations, and the tau it predicts."""
     setup, cfg = job.setup, job.setup.cfg
     packed = data.pack(job.held_out, range(len(job.held_out)), cfg.train.row_length)
@@ -258,7 +296,9 @@ def evaluate(job: Job, state: TrainState, fixed: dict[str, Any]) -> dict[str, An
         missing = cfg.train.rows - len(rows[0])  # empty rows keep the compiled shape
         rows = [np.pad(array, ((0, missing), (0, 0))) for array in rows]
         batch = Batch(*(jnp.asarray(array) for array in rows))
-        given = jit_features(setup.target_params, batch, setup.target_cfg, job.draft)
+        given = jit_features(
+            setup.target_params, batch, scale, setup.target_cfg, job.draft
+        )
         _, metrics = jit_loss(
             jax.random.key(cfg.seed),
             state.params | fixed,
@@ -287,7 +327,9 @@ def evaluate(job: Job, state: TrainState, fixed: dict[str, Any]) -> dict[str, An
     }
 
 
-def export(job: Job, state: TrainState, held_out: dict[str, Any]) -> None:
+def export(
+    job: Job, state: TrainState, held_out: dict[str, Any], scale: jax.Array
+) -> None:
     """Writes the head in the official layout, with what it belongs to.
 
     Raises:
@@ -296,6 +338,8 @@ def export(job: Job, state: TrainState, held_out: dict[str, Any]) -> None:
     """
     setup = job.setup
     params = dict(state.params) | {"draft_to_target": jnp.asarray(job.draft_to_target)}
+    if "fuse" in params:
+        params["fuse"] = params["fuse"] / scale[None].astype(params["fuse"].dtype)
     meta = {
         "target_hash": setup.target_hash,
         "target_dtype": setup.cfg.dtype,

@@ -1,6 +1,6 @@
 """Slow, obvious NumPy versions of what the library computes, from the definitions.
 
-Activations are row-major `[T, D]`, everything is float64, and trees are lists and dicts:
+Activations are row-major `[T, D]`, all is float64, and trees are lists and dicts:
 no line here is shared with the library or shaped like it.
 """
 

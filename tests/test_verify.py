@@ -19,7 +19,7 @@ DEPTHS = [0, 1, 1, 2, 2, 3]
 LAW_P = 1e-3  # a right law fails one test in a thousand; the seeds are fixed
 
 sample = jax.jit(verify.sample, static_argnames="cfg")
-distribution = jax.jit(verify.distribution, static_argnames="cfg")
+distribution = verify.distribution  # op by op: cheaper than compiling every law
 inverse_cdf = jax.jit(verify._inverse_cdf)
 walk = jax.jit(verify.walk, static_argnames="depth")
 accept_with_q = jax.jit(verify.accept_with_q, static_argnames="depth")
@@ -181,7 +181,7 @@ def test_tokens_tied_with_the_last_one_kept_are_kept():
 
 @pytest.mark.parametrize("cfg", FILTERS[4:8], ids=str)
 def test_no_draw_leaves_the_filtered_set(cfg):
-    counts = draws(LOGITS, cfg, 8000)
+    counts = draws(LOGITS, cfg, 40_000)
     law = reference.filtered(LOGITS, cfg)
     assert counts[law == 0].sum() == 0
     assert reference.p_value(counts, law) > LAW_P
@@ -251,15 +251,15 @@ def laws_of(V: int) -> dict[str, np.ndarray]:
         "peaked": peaked,
         "zipf": rng.permutation(zipf),
         "gaps": gaps,
-        "first": np.eye(V)[0],
-        "last": np.eye(V)[V - 1],
+        "first": (np.arange(V) == 0) * 1.0,
+        "last": (np.arange(V) == V - 1) * 1.0,
     }
     return {name: (p / p.sum()).astype(np.float32) for name, p in laws.items()}
 
 
-@pytest.mark.parametrize("name", list(laws_of(49152)))
+@pytest.mark.parametrize("name", ["flat", "peaked", "zipf", "gaps", "first", "last"])
 def test_inverse_cdf_agrees_with_a_cumulative_sum(name):
-    V, n = 49152, 512
+    V, n = 49152, 48
     p = laws_of(V)[name]
     u = np.random.default_rng(6).random(n).astype(np.float32)
     u[:3] = [0.0, np.nextafter(np.float32(1), np.float32(0)), 0.5]

@@ -42,18 +42,33 @@ def draft_config(t: TargetConfig, head: str = "eagle3", **changes: Any) -> Draft
 
 
 def params(seed: int, t: TargetConfig, d: DraftConfig | None = None) -> Params:
-    """Random parameters, the draft's spread out enough to have opinions."""
-    keys = jax.random.split(jax.random.key(seed))
-    out: Params = {"target": target.init(keys[0], t)}
+    """Random parameters, norms and biases included, made by NumPy: nothing compiles."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda: target.init(jax.random.key(0), t))
+    out: Params = {"target": _fill(rng, shapes)}
     if d is not None and d.head != "none":
-        own = draft.init(keys[1], d, t)
-        own = jax.tree.map(lambda w: w * 8 if w.ndim > 1 else w, own)
+        shapes = jax.eval_shape(lambda: draft.init(jax.random.key(0), d, t))
+        own = _fill(rng, shapes)
         if d.vocab_size < t.vocab_size:
             step = t.vocab_size // d.vocab_size
             ids = np.arange(d.vocab_size) * step + (step - 1)
             own["draft_to_target"] = jnp.asarray(ids, jnp.int32)
         out["draft"] = draft.tie(own, out["target"], d)
     return out
+
+
+def _fill(rng: np.random.Generator, shapes: Params) -> Params:
+    def random(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        x = rng.normal(size=leaf.shape)
+        if name.endswith("norm"):
+            x = 1 + 0.3 * x
+        elif len(leaf.shape) > 1 and name[0] != "b":
+            fan_in = leaf.shape[1:] if name in ("wo", "fuse") else leaf.shape[-1:]
+            x = x / np.sqrt(np.prod(fan_in))
+        return jnp.asarray(x, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(random, shapes)
 
 
 def markov_target_config(vocab_size: int, **changes: Any) -> TargetConfig:
@@ -84,17 +99,18 @@ def markov_params(
     and the draft's see nothing but the last token.
     """
     v = t.vocab_size
-    keys = jax.random.split(jax.random.key(0))
-    p = target.init(keys[0], t)
-    p["embed"] = jnp.eye(v)
+    made = params(0, t, d)
+    p, own = made["target"], made["draft"]
+    p["embed"] = own["embed"] = jnp.eye(v)
+    p["norm"] = jnp.ones(v)
     p["head"] = jnp.asarray(table.T / np.sqrt(v / (1 + v * t.norm_eps)), jnp.float32)
-    own = draft.init(keys[1], d, t)
     for layer in (*p["layers"], own["layer"]):
         layer["wo"] = jnp.zeros_like(layer["wo"])
         layer["w_down"] = jnp.zeros_like(layer["w_down"])
+    own["fc_bias"] = jnp.zeros(v)
     own["fc"] = jnp.concatenate([jnp.eye(v), jnp.zeros((v, v))], axis=1)
     own["head"] = jnp.asarray(drafted.T, jnp.float32)
-    return {"target": p, "draft": draft.tie(own, p, d)}
+    return {"target": p, "draft": own}
 
 
 def with_eos(t: TargetConfig, *eos_ids: int) -> TargetConfig:

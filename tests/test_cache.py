@@ -1,0 +1,89 @@
+"""`cache`: what is committed stays, in order, and rows do not meet."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle_jax import cache
+from eagle_jax.layers import KV
+
+B, K, C, S, T = 3, 2, 4, 24, 5
+append = jax.jit(cache.append)
+
+
+def block(seed: int, rows: int) -> tuple[KV, ...]:
+    rng = np.random.default_rng(seed)
+    draw = functools.partial(rng.normal, size=(rows, K, C, T))
+    return tuple(KV(jnp.asarray(draw()), jnp.asarray(draw())) for _ in range(2))
+
+
+@pytest.mark.parametrize("rows", [1, B])
+def test_append_equals_a_list_append(rows):
+    # One row goes through a plain slice update, several through a vmapped one.
+    rng = np.random.default_rng(0)
+    at = cache.init(2, rows, K, C, S, "float32")
+    lists = [[[] for _ in range(rows)] for _ in range(2)]
+    for round_ in range(4):
+        count = rng.integers(0, T, size=rows)
+        new = block(round_, rows)
+        before = at
+        at = append(at, new, jnp.asarray(count, jnp.int32))
+        for layer in range(2):
+            for b in range(rows):
+                for t in range(count[b]):
+                    lists[layer][b].append(np.asarray(new[layer].k[b, :, :, t]))
+                n = len(lists[layer][b])
+                assert int(at.length[b]) == n
+                got = np.asarray(at.k[layer][b, :, :, :n])
+                want = np.stack(lists[layer][b], -1) if n else got
+                np.testing.assert_array_equal(got, want)
+                old = int(before.length[b])
+                np.testing.assert_array_equal(
+                    at.v[layer][b, :, :, :old], before.v[layer][b, :, :, :old]
+                )
+
+
+def test_values_go_where_keys_go():
+    at = append(cache.init(2, B, K, C, S, "float32"), block(1, B), jnp.asarray([5, 2, 0]))
+    at = append(at, block(2, B), jnp.asarray([1, 1, 1]))
+    assert at.length.tolist() == [6, 3, 1]
+    for b, start in enumerate([5, 2, 0]):
+        for layer in range(2):
+            for got, new in zip(
+                (at.k[layer], at.v[layer]), block(2, B)[layer], strict=True
+            ):
+                np.testing.assert_array_equal(got[b, :, :, start], new[b, :, :, 0])
+
+
+def test_committed_marks_the_slots_below_each_length():
+    at = cache.init(1, 3, K, C, 4, "float32")._replace(length=jnp.asarray([0, 2, 4]))
+    seen = cache.committed(at, 2).astype(int)
+    assert seen.tolist() == [[[0] * 4] * 2, [[1, 1, 0, 0]] * 2, [[1] * 4] * 2]
+
+
+def test_a_block_up_to_the_last_slot_fits():
+    at = cache.init(2, B, K, C, S, "float32")
+    at = at._replace(length=jnp.asarray([S - T, 3, 0]))
+    first = jax.tree.map(lambda x: jnp.full_like(x, 7.0), (at.k, at.v))
+    at = at._replace(k=first[0], v=first[1])
+    new = append(at, block(3, B), jnp.asarray([T, 1, 0]))
+    np.testing.assert_array_equal(new.k[0][0, :, :, : S - T], 7.0)
+    np.testing.assert_array_equal(new.k[0][0, :, :, S - T :], block(3, B)[0].k[0])
+
+
+def test_take_picks_the_accepted_path_row_by_row():
+    new = block(4, 2)
+    path = jnp.asarray([[0, 3, 0], [0, 1, 4]])
+    for got, old in zip(cache.take(new, path), new, strict=True):
+        for x, y in zip(got, old, strict=True):
+            for b in range(2):
+                np.testing.assert_array_equal(x[b], y[b][:, :, path[b]])
+
+
+def test_a_cache_without_layers_has_no_slots():
+    at = cache.init(0, 2, 1, 0, 16, "float32")
+    assert at.n_slots == 0
+    assert cache.append(at, (), jnp.asarray([1, 2])).length.tolist() == [1, 2]

@@ -1,0 +1,175 @@
+"""`target`: the cached forward, the tree forward and the features, against plain passes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import tiny
+
+from eagle_jax import cache, target, tree
+from eagle_jax.config import TargetConfig
+
+CFG = tiny.target_config(qkv_bias=True)
+N = 12  # tokens of a whole pass
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def forward(params, tokens, positions, mask, at, cfg):
+    out = target.forward(params, tokens, positions, mask, at, cfg)
+    return out, target.logits(params, out.top)
+
+
+def no_cache(rows: int, cfg: TargetConfig) -> cache.KVCache:
+    return cache.init(cfg.n_layers, rows, cfg.n_kv_heads, cfg.head_dim, 0, cfg.dtype)
+
+
+def whole(params, tokens: np.ndarray, cfg: TargetConfig) -> Any:
+    rows, n = tokens.shape
+    at = jnp.broadcast_to(jnp.arange(n), (rows, n))
+    mask = jnp.broadcast_to(jnp.asarray(reference.causal(n)), (rows, n, n))
+    return forward(params, jnp.asarray(tokens, jnp.int32), at, mask, no_cache(rows, cfg), cfg)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny.params(1, CFG)["target"]
+
+
+KINDS = {
+    "llama": {},
+    "qwen3, tied": {"qk_norm": True, "tied": True, "taps": (1, 2)},
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_forward_equals_the_reference(kind):
+    cfg = tiny.target_config(**KINDS[kind])
+    p = tiny.params(2, cfg)["target"]
+    tokens = np.random.default_rng(3).integers(0, cfg.vocab_size, (2, N))
+    out, logits = whole(p, tokens, cfg)
+    for b in range(2):
+        want = reference.llama(p, tokens[b], cfg)
+        np.testing.assert_allclose(logits[:, b].T, want["logits"], atol=2e-5)
+        np.testing.assert_allclose(out.top[:, b].T, want["top"], atol=2e-5)
+        np.testing.assert_allclose(out.taps[:, b].T, want["taps"], atol=2e-5)
+        for i in range(cfg.n_layers):
+            k = out.new[i].k[b].transpose(2, 0, 1)
+            np.testing.assert_allclose(k, want["keys"][i], atol=2e-5)
+
+
+def test_taps_are_the_inputs_of_their_layers():
+    cfg = tiny.target_config(taps=(0,))
+    p = tiny.params(2, cfg)["target"]
+    tokens = np.arange(N)[None]
+    out, _ = whole(p, tokens, cfg)
+    np.testing.assert_array_equal(out.taps[:, 0].T, p["embed"][tokens[0]])
+    assert out.taps.shape[0] == cfg.d_model
+
+
+def committed(params, tokens: np.ndarray, lengths: list[int], slots: int):
+    """A cache that holds the first `lengths[b]` tokens of each row."""
+    rows = len(tokens)
+    out, _ = whole(params, tokens, CFG)
+    at = cache.init(CFG.n_layers, rows, CFG.n_kv_heads, CFG.head_dim, slots, CFG.dtype)
+    return cache.append(at, out.new, jnp.asarray(lengths, jnp.int32))
+
+
+def test_a_cached_forward_equals_one_full_forward(params):
+    rng = np.random.default_rng(4)
+    tokens = rng.integers(0, CFG.vocab_size, (2, N))
+    _, full = whole(params, tokens, CFG)
+    lengths = np.array([3, 7])  # rows stand at different places
+    at = committed(params, tokens, lengths.tolist(), 20)
+    block = lengths[:, None] + np.arange(5)
+    mask = jnp.broadcast_to(jnp.asarray(reference.causal(5)), (2, 5, 5))
+    _, logits = forward(
+        params,
+        jnp.asarray(np.take_along_axis(tokens, block, 1), jnp.int32),
+        jnp.asarray(block, jnp.int32),
+        mask,
+        at,
+        CFG,
+    )
+    for b in range(2):
+        np.testing.assert_allclose(logits[:, b], full[:, b, block[b]], atol=1e-5)
+
+
+# Three siblings below the root and a branch of depth 3.
+PARENTS = [0, 0, 0, 0, 2, 4, 4]
+
+
+def test_every_tree_node_sees_its_root_path_and_nothing_else(params):
+    rng = np.random.default_rng(5)
+    prefix = rng.integers(0, CFG.vocab_size, (2, N))
+    lengths = [4, 6]
+    drafted = np.array([[5, 10, 20, 30, 40, 50, 60], [7, 11, 21, 31, 41, 51, 61]])
+    parents = jnp.asarray([PARENTS, PARENTS])
+    mask = tree.ancestors(parents, 3)
+    depths = mask.astype(jnp.int32).sum(-1) - 1
+    positions = jnp.asarray(lengths)[:, None] + depths
+    out, logits = forward(
+        params,
+        jnp.asarray(drafted, jnp.int32),
+        positions,
+        mask,
+        committed(params, prefix, lengths, 20),
+        CFG,
+    )
+    assert positions[0].tolist() == [4, 5, 5, 5, 6, 7, 7]
+    for b in range(2):
+        for node in range(7):
+            path = reference.root_path(PARENTS, node)
+            text = [*prefix[b, : lengths[b]], *drafted[b, path]]
+            padded = np.array([text + [0] * (N - len(text))])
+            plain, plain_logits = whole(params, padded, CFG)
+            last = len(text) - 1
+            np.testing.assert_allclose(
+                logits[:, b, node], plain_logits[:, 0, last], atol=1e-5
+            )
+            np.testing.assert_allclose(
+                out.taps[:, b, node], plain.taps[:, 0, last], atol=1e-5
+            )
+            np.testing.assert_allclose(
+                out.new[2].k[b, :, :, node], plain.new[2].k[0, :, :, last], atol=1e-5
+            )
+
+
+@pytest.mark.parametrize(
+    ("bad_key", "bad_value"), [(1e4, 1e4), (np.nan, np.finfo(np.float32).max)]
+)
+def test_slots_behind_the_committed_ones_are_never_read(params, bad_key, bad_value):
+    # Values meet a weight of exactly 0 there, which any finite number survives.
+    tokens = np.random.default_rng(6).integers(0, CFG.vocab_size, (1, N))
+    at = committed(params, tokens, [6], 20)
+
+    def poisoned(layers: tuple, poison: float) -> tuple:
+        return tuple(x.at[..., 6:].set(poison) for x in layers)
+
+    bad = at._replace(k=poisoned(at.k, bad_key), v=poisoned(at.v, bad_value))
+    block = jnp.asarray(tokens[:, 6:10], jnp.int32)
+    mask = jnp.asarray(reference.causal(4))[None]
+    args = (block, jnp.arange(6, 10)[None], mask)
+    _, clean = forward(params, *args, at, CFG)
+    _, dirty = forward(params, *args, bad, CFG)
+    np.testing.assert_array_equal(dirty, clean)
+
+
+def test_shapes_of_llama31_8b():
+    cfg = TargetConfig(
+        "llama31_8b", 128256, 4096, 14336, 32, 32, 8, 128, dtype="bfloat16"
+    )
+    p = jax.eval_shape(lambda: target.init(jax.random.key(0), cfg))
+    n = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(p))
+    assert round(n / 1e9, 2) == 8.03
+    mask = jax.ShapeDtypeStruct((1, 60, 60), bool)
+    ints = jax.ShapeDtypeStruct((1, 60), jnp.int32)
+    at = jax.eval_shape(lambda: cache.init(32, 1, 8, 128, 2048, "bfloat16"))
+    out, logits = jax.eval_shape(
+        functools.partial(forward, cfg=cfg), p, ints, ints, mask, at
+    )
+    assert logits.shape == (128256, 1, 60) and logits.dtype == jnp.float32
+    assert out.taps.shape == (3 * 4096, 1, 60)
