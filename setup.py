@@ -24,7 +24,13 @@ setup(
         "matplotlib>=3.8",
     ],
     extras_require={
-        "test": ["pytest>=8", "beartype>=0.19", "hypothesis>=6", "ruff>=0.12", "pyright"],
+        "test": [
+            "pytest>=8",
+            "beartype>=0.19",
+            "hypothesis>=6",
+            "ruff>=0.12",
+            "pyright",
+        ],
         "hub": ["huggingface-hub"],
     },
 )

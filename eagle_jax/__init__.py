@@ -23,5 +23,5 @@ the same program on TPU.
 Words: the *target* is the model whose output law is kept; the *draft* is the small head.
 *Features* are the target's hidden states handed to the draft, *hidden* is the draft's own
 output fed back as the next feature. The *root* is the newest emitted token, not yet run
-through the target. `n_accepted` never counts the bonus token, `n_emitted` and tau always do.
+through the target. `n_accepted` never counts the bonus token, `n_emitted` and tau do.
 """

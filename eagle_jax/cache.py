@@ -46,18 +46,20 @@ def committed(cache: KVCache, n_queries: int) -> Bool[Array, "B T S"]:
     return jnp.broadcast_to(seen, (seen.shape[0], n_queries, seen.shape[2]))
 
 
-def append(
-    cache: KVCache, new: tuple[KV, ...], count: Int[Array, " B"]
-) -> KVCache:
-    """Writes new tokens behind the committed ones and commits the first `count` of each row.
+def append(cache: KVCache, new: tuple[KV, ...], count: Int[Array, " B"]) -> KVCache:
+    """Writes new tokens behind the committed ones, commits the first `count` of a row.
 
     The caller guarantees room for the whole block (`decode.start` checks it before
     anything runs): `dynamic_update_slice` would otherwise move the block back over
     committed slots without a word.
     """
     return KVCache(
-        k=tuple(_write(c, n.k, cache.length) for c, n in zip(cache.k, new, strict=True)),
-        v=tuple(_write(c, n.v, cache.length) for c, n in zip(cache.v, new, strict=True)),
+        k=tuple(
+            _write(c, n.k, cache.length) for c, n in zip(cache.k, new, strict=True)
+        ),
+        v=tuple(
+            _write(c, n.v, cache.length) for c, n in zip(cache.v, new, strict=True)
+        ),
         length=cache.length + count,
     )
 

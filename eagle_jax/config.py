@@ -1,4 +1,4 @@
-"""Every setting of a run, as frozen dataclasses: hashable, so one static argument under jit.
+"""Every setting of a run, as frozen dataclasses: hashable, so static arguments of jit.
 
 Only ints, floats, strings, booleans and tuples appear as values. Faults are found when a
 config is built, before anything is compiled.
@@ -108,7 +108,7 @@ class DraftConfig:
         _require_divides(self, "n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads)
         if self.fc_norm and self.norm_before_fc:
             raise ValueError(
-                "fc_norm and norm_before_fc exclude each other (speculators layout); set one"
+                "fc_norm and norm_before_fc exclude each other (as in speculators); set one"
             )
 
 
@@ -162,15 +162,19 @@ class TreeConfig:
     def _check_paths(self) -> None:
         seen: set[RankPath] = {()}
         if list(self.paths) != sorted(self.paths, key=lambda p: (len(p), p)):
-            raise ValueError("static tree paths must be sorted by length, then by ranks")
+            raise ValueError(
+                "static tree paths must be sorted by length, then by ranks"
+            )
         for path in self.paths:
             if not path or any(rank < 0 for rank in path):
-                raise ValueError(f"static tree path {path} needs ranks >= 0, at least one")
+                raise ValueError(
+                    f"static tree path {path} needs ranks >= 0, at least one"
+                )
             if path in seen:
                 raise ValueError(f"static tree path {path} stands twice")
             if path[:-1] not in seen:
                 raise ValueError(f"static tree path {path} has no parent {path[:-1]}")
-            if path[-1] > 0 and path[:-1] + (path[-1] - 1,) not in seen:
+            if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in seen:
                 raise ValueError(
                     f"static tree path {path} skips rank {path[-1] - 1}; ranks of siblings "
                     f"must be 0, 1, 2, ..."
@@ -308,9 +312,17 @@ class TrainConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for field in ("supervised_tokens", "row_length", "rows", "accumulate", "ttt_steps"):
+        for field in (
+            "supervised_tokens",
+            "row_length",
+            "rows",
+            "accumulate",
+            "ttt_steps",
+        ):
             if getattr(self, field) < 1:
-                raise ValueError(f"train.{field} must be at least 1, got {getattr(self, field)}")
+                raise ValueError(
+                    f"train.{field} must be at least 1, got {getattr(self, field)}"
+                )
         if not 0 < self.held_out < 1:
             raise ValueError(f"train.held_out must lie in (0, 1), got {self.held_out}")
 
@@ -337,33 +349,53 @@ class Config:
     train: TrainConfig = TrainConfig()
 
 
-def override(cfg: T, assignment: str) -> T:
-    """Returns `cfg` with one field changed, from text such as "tree.depth=6".
+def override(cfg: T, *assignments: str) -> T:
+    """Returns `cfg` with fields changed, from texts such as "tree.depth=6".
+
+    All change at once, since some are valid together only; of two values for one field
+    the last counts.
 
     Raises:
-      ValueError: unknown field (with the list of right ones) or a value of the wrong type.
+      ValueError: unknown field (with the list of right ones), a value of the wrong type,
+        or values that do not go together.
     """
-    path, sign, text = assignment.partition("=")
-    if not sign:
-        raise ValueError(f"expected field=value, got {assignment!r}")
-    return _override(cfg, path.split("."), text, path)
+    changes: dict[str, Any] = {}
+    for assignment in assignments:
+        path, sign, text = assignment.partition("=")
+        if not sign:
+            raise ValueError(f"expected field=value, got {assignment!r}")
+        _collect(changes, cfg, path.split("."), text, path)
+    return _replace(cfg, changes)
 
 
-def _override(cfg: T, names: list[str], text: str, path: str) -> T:
-    fields = sorted(f.name for f in dataclasses.fields(cfg))  # type: ignore[arg-type]
+def _collect(
+    changes: dict[str, Any], cfg: Any, names: list[str], text: str, path: str
+) -> None:
+    fields = sorted(f.name for f in dataclasses.fields(cfg))
     if names[0] not in fields:
-        raise ValueError(f"no field {path!r}: {names[0]!r} is not one of {', '.join(fields)}")
+        raise ValueError(
+            f"no field {path!r}: {names[0]!r} is not one of {', '.join(fields)}"
+        )
     old = getattr(cfg, names[0])
     if len(names) > 1:
         if not dataclasses.is_dataclass(old):
             raise ValueError(f"no field {path!r}: {names[0]!r} has no fields")
-        new: Any = _override(old, names[1:], text, path)
+        inner = changes.setdefault(names[0], {})
+        _collect(inner, old, names[1:], text, path)
     elif dataclasses.is_dataclass(old):
-        inner = ", ".join(f"{path}.{f.name}" for f in dataclasses.fields(old))
-        raise ValueError(f"{path!r} is a group of settings; set one of {inner}")
+        known = ", ".join(f"{path}.{f.name}" for f in dataclasses.fields(old))
+        raise ValueError(f"{path!r} is a group of settings; set one of {known}")
     else:
-        new = _parse(get_type_hints(type(cfg))[names[0]], text, path)
-    return dataclasses.replace(cfg, **{names[0]: new})  # type: ignore[type-var]
+        changes[names[0]] = _parse(get_type_hints(type(cfg))[names[0]], text, path)
+
+
+def _replace(cfg: T, changes: dict[str, Any]) -> T:
+    """Builds the inner configs first; no field holds a dict of its own."""
+    new = {
+        name: _replace(getattr(cfg, name), value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return dataclasses.replace(cfg, **new)  # type: ignore[type-var]
 
 
 def _parse(kind: Any, text: str, path: str) -> Any:
@@ -371,7 +403,9 @@ def _parse(kind: Any, text: str, path: str) -> Any:
         return text
     if get_origin(kind) is Literal:
         if text not in get_args(kind):
-            raise ValueError(f"{path} must be one of {', '.join(get_args(kind))}, got {text!r}")
+            raise ValueError(
+                f"{path} must be one of {', '.join(get_args(kind))}, got {text!r}"
+            )
         return text
     try:
         value = json.loads(text.lower() if kind is bool else text)
@@ -381,7 +415,9 @@ def _parse(kind: Any, text: str, path: str) -> Any:
         value = float(value)
     if get_origin(kind) is tuple and isinstance(value, list):
         value = _to_tuple(value)
-    if not isinstance(value, get_origin(kind) or kind) or (kind is int and value is True):
+    if not isinstance(value, get_origin(kind) or kind) or (
+        kind is int and value is True
+    ):
         wanted = getattr(kind, "__name__", str(kind))
         raise ValueError(f"{path} needs a value of type {wanted}, got {text!r}")
     return value

@@ -48,9 +48,7 @@ class StepInfo(NamedTuple):
     path: Int[Array, "B M"]
 
 
-def empty(
-    keys: Key[Array, " B"], cfg: DecodeConfig, slots: int
-) -> DecodeState:
+def empty(keys: Key[Array, " B"], cfg: DecodeConfig, slots: int) -> DecodeState:
     """Returns the state before any token, with room for `slots` tokens a row."""
     t, B = cfg.target, keys.shape[0]
     return DecodeState(
@@ -316,7 +314,9 @@ def bucket(n: int) -> int:
     return max(256, 1 << (n - 1).bit_length())
 
 
-CHUNK = 128  # prompt tokens per prefill call: one compiled shape for every prompt length
+CHUNK = (
+    128  # prompt tokens per prefill call: one compiled shape for every prompt length
+)
 
 
 def start(
@@ -405,7 +405,9 @@ def unpack(out: Generation) -> list[list[int]]:
             f"{np.flatnonzero(~healthy).tolist()}; check the weights and dtype"
         )
     counts = np.asarray(out.n_tokens)
-    return [row[:n].tolist() for row, n in zip(np.asarray(out.tokens), counts, strict=True)]
+    return [
+        row[:n].tolist() for row, n in zip(np.asarray(out.tokens), counts, strict=True)
+    ]
 
 
 def trace(
@@ -420,7 +422,9 @@ def trace(
     state = start(params, prompts, cfg, max_new_tokens, seed, max_len)
     rows = [[int(root)] for root in np.asarray(state.root)]
     infos: list[StepInfo] = []
-    while not all(np.asarray(state.done)) and any(len(r) < max_new_tokens for r in rows):
+    while not all(np.asarray(state.done)) and any(
+        len(r) < max_new_tokens for r in rows
+    ):
         state, info = jit_step(params, state, cfg)
         info = jax.device_get(info)
         infos.append(info)

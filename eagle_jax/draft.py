@@ -153,7 +153,7 @@ def begin(
     """Mixes each token's embedding with a feature (true or self-made), and projects.
 
     EAGLE-1: fc(concat(embedding, feature)) enters a layer without input norm
-    (EAGLE cnets1.py:623, 398). EAGLE-3: both parts are normed and feed q, k, v side by side,
+    (EAGLE cnets1.py:623, 398). EAGLE-3: both parts are normed, q, k, v read both,
     the residual is the un-normed feature (EAGLE cnets.py:423-430).
     """
     e = params["embed"][tokens].transpose(2, 0, 1).astype(hidden.dtype)
@@ -205,9 +205,7 @@ def feed_back(
 def empty(cfg: DraftConfig, rows: int, slots: int) -> DraftState:
     """Returns the state before any token."""
     layers = 0 if cfg.head == "none" else 1
-    cache = cache_lib.init(
-        layers, rows, cfg.n_kv_heads, cfg.head_dim, slots, cfg.dtype
-    )
+    cache = cache_lib.init(layers, rows, cfg.n_kv_heads, cfg.head_dim, slots, cfg.dtype)
     return DraftState(cache, jnp.zeros((cfg.d_model, rows), cfg.dtype))
 
 
@@ -495,7 +493,9 @@ def _propose_static(
             past = cache_lib.committed(cache, len(inner))
             shape = (B, len(inner))
             drafted = tuple(
-                Segment(*kv, jnp.broadcast_to(ancestors[inner][:, at], (*shape, len(at))))
+                Segment(
+                    *kv, jnp.broadcast_to(ancestors[inner][:, at], (*shape, len(at)))
+                )
                 for kv, at in segments
             )
             committed = Segment(cache.k[0], cache.v[0], past)

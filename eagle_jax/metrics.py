@@ -1,5 +1,6 @@
 """Counts to numbers, on the host. Every rate says what it averages over."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,7 +42,9 @@ def tau_by_prompt(answers: Sequence[Answer]) -> float:
 
 def acceptance_by_depth(answers: Sequence[Answer], depth: int) -> list[float]:
     """Share of steps that accepted at least 1, 2, ..., `depth` drafted tokens."""
-    steps = np.array([n for answer in answers for turn in answer for n in turn.n_accepted])
+    steps = np.array(
+        [n for answer in answers for turn in answer for n in turn.n_accepted]
+    )
     if not len(steps):
         return [float("nan")] * depth
     return [float(np.mean(steps >= d)) for d in range(1, depth + 1)]
@@ -53,7 +56,7 @@ def alpha(answers: Sequence[Answer], depth: int) -> list[float]:
     Position n has n self-made features in its input (EAGLE-1 §5, evaluation/alpha.py).
     """
     reached = [1.0, *acceptance_by_depth(answers, depth)]
-    return [b / a if a else float("nan") for a, b in zip(reached, reached[1:], strict=False)]
+    return [b / a if a else float("nan") for a, b in itertools.pairwise(reached)]
 
 
 def tokens_per_second(answers: Sequence[Answer], with_prefill: bool) -> float:

@@ -71,7 +71,10 @@ def init(key: Array, cfg: TargetConfig) -> Params:
                 "bv": normal(keys[9], K, C),
             }
         if cfg.qk_norm:
-            layer |= {"q_norm": jnp.ones(C, cfg.dtype), "k_norm": jnp.ones(C, cfg.dtype)}
+            layer |= {
+                "q_norm": jnp.ones(C, cfg.dtype),
+                "k_norm": jnp.ones(C, cfg.dtype),
+            }
         layers.append(layer)
     embed_key, head_key = jax.random.split(jax.random.fold_in(key, 1))
     params: Params = {

@@ -93,9 +93,9 @@ def ancestors(parents: Int[Array, "B N"], depth: int) -> Bool[Array, "B N N"]:
     return marked
 
 
-def path_of(node_kept: Bool[Array, "B N"], depths: Int[Array, "B N"], depth: int) -> Int[
-    Array, "B M"
-]:
+def path_of(
+    node_kept: Bool[Array, "B N"], depths: Int[Array, "B N"], depth: int
+) -> Int[Array, "B M"]:
     """Lists the kept nodes by depth; at most one is kept per depth, gaps become 0."""
     levels = jnp.arange(depth + 1)
     at_level = node_kept[:, None, :] & (depths[:, None, :] == levels[None, :, None])

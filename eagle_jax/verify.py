@@ -92,9 +92,7 @@ def _min_p(logits: Float[Array, "V B N"], cfg: SamplingConfig) -> Float[Array, "
 _BLOCK = 256
 
 
-def _inverse_cdf(
-    p: Float[Array, "V B N"], u: Float[Array, "B N"]
-) -> Int[Array, "B N"]:
+def _inverse_cdf(p: Float[Array, "V B N"], u: Float[Array, "B N"]) -> Int[Array, "B N"]:
     """Returns the first token whose cumulative probability exceeds u.
 
     Two levels, blocks of tokens first: a running sum over a whole vocabulary would take
@@ -204,7 +202,9 @@ def accept_with_q(
 
     root = jnp.zeros((B,), jnp.int32)
     end, accepted = jax.lax.scan(
-        visit, _Visit(root, p[:, :, 0], log_q[:, :, 0]), jnp.arange(1, N, dtype=jnp.int32)
+        visit,
+        _Visit(root, p[:, :, 0], log_q[:, :, 0]),
+        jnp.arange(1, N, dtype=jnp.int32),
     )
     kept = jnp.concatenate([jnp.ones((B, 1), bool), accepted.T], axis=1)
     return Verdict(

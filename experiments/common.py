@@ -72,11 +72,9 @@ def run(main: Callable[[], None]) -> None:
 
 def _one_line(fault: Exception) -> str:
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
-    joined = "".join(
-        line if not i else (" " if lines[i - 1].endswith(":") else "; ") + line
-        for i, line in enumerate(lines)
-    )
-    return joined or type(fault).__name__
+    if len(lines) > 1:  # a title, then what belongs to it
+        lines = [lines[0].removesuffix(":") + ": " + lines[1], *lines[2:]]
+    return "; ".join(lines) or type(fault).__name__
 
 
 def _prepare_jax() -> None:
@@ -85,7 +83,7 @@ def _prepare_jax() -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def load_config() -> Config:
@@ -94,9 +92,8 @@ def load_config() -> Config:
     if not path.exists():
         path = ROOT / FLAGS.config
     if not path.is_file():
-        known = ", ".join(
-            sorted(f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py"))
-        )
+        files = (ROOT / "configs").glob("[a-z]*.py")
+        known = ", ".join(sorted(f"configs/{p.name}" for p in files))
         raise ValueError(f"no config file {FLAGS.config!r}; there are {known}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
@@ -105,8 +102,7 @@ def load_config() -> Config:
     if not hasattr(module, "get_config"):
         raise ValueError(f"{path} has no function get_config()")
     cfg: Config = module.get_config()
-    for assignment in FLAGS.set:
-        cfg = config_lib.override(cfg, assignment)
+    cfg = config_lib.override(cfg, *FLAGS.set)
     for field, dtype in {"dtype": cfg.dtype, "train.dtype": cfg.train.dtype}.items():
         if dtype not in DTYPES:
             raise ValueError(

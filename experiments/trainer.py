@@ -265,11 +265,12 @@ def feature_scale(job: Job) -> jax.Array:
     The scale is a constant per channel, so `export` folds it into `fuse` and the head stays
     one of the official kind. Medians, because first tokens carry giant outliers. A resumed
     run finds the same scale, from the same first batches. EAGLE-1 regresses its features
-    and takes them as they are.
+    and takes them as they are; so do heads with a norm before `fuse`, where no constant
+    could be folded in, and which need none.
     """
     setup, cfg = job.setup, job.setup.cfg
     ones = jnp.ones(job.draft.feature_size, cfg.dtype)
-    if job.draft.head == "eagle1":
+    if job.draft.head == "eagle1" or job.draft.fc_norm or job.draft.norm_before_fc:
         return ones
     stream = data.batches(job.samples, cfg.seed, cfg.train.rows, cfg.train.row_length)
     seen = []

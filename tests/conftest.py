@@ -16,5 +16,7 @@ def default_target():
 
     path = weights.default_cache_dir() / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if not path.exists():
-        pytest.skip("the default target is not in the cache; run experiments.ablate once")
+        pytest.skip(
+            "the default target is not in the cache; run experiments.ablate once"
+        )
     return path

@@ -47,7 +47,9 @@ def test_append_equals_a_list_append(rows):
 
 
 def test_values_go_where_keys_go():
-    at = append(cache.init(2, B, K, C, S, "float32"), block(1, B), jnp.asarray([5, 2, 0]))
+    at = append(
+        cache.init(2, B, K, C, S, "float32"), block(1, B), jnp.asarray([5, 2, 0])
+    )
     at = append(at, block(2, B), jnp.asarray([1, 1, 1]))
     assert at.length.tolist() == [6, 3, 1]
     for b, start in enumerate([5, 2, 0]):

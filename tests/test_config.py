@@ -194,3 +194,12 @@ def test_fingerprints_follow_every_field():
 
 def test_configs_hash_and_compare_by_value():
     assert TreeConfig() == TreeConfig() and hash(DraftConfig()) == hash(DraftConfig())
+
+
+def test_overrides_take_effect_together():
+    cfg = override(Config(name="x"), "tree.n_nodes=5", "tree.width=2", "tree.depth=2")
+    assert cfg.tree == TreeConfig(width=2, depth=2, n_nodes=5)
+    # Neither order would do one by one: a tree of one node is one of depth 0.
+    assert override(cfg, "tree.depth=0", "tree.n_nodes=1", "seed=1", "seed=2") == (
+        Config(name="x", seed=2, tree=TreeConfig(width=2))
+    )

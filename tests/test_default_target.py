@@ -98,15 +98,19 @@ def test_128_greedy_tokens_equal_transformers(loaded, reference, said):
     cfg, params, text = loaded
     ids = prompt_ids(text, said)
     with torch.no_grad():
-        theirs = reference[0].generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones((1, len(ids)), dtype=torch.long),
-            max_new_tokens=128,
-            min_new_tokens=128,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, len(ids) :].tolist()
+        theirs = (
+            reference[0]
+            .generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones((1, len(ids)), dtype=torch.long),
+                max_new_tokens=128,
+                min_new_tokens=128,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )[0, len(ids) :]
+            .tolist()
+        )
     endless = dataclasses.replace(cfg, eos_ids=())
     ours = decode.generate({"target": params}, [ids], DecodeConfig(endless), 128)[0]
     assert ours == theirs

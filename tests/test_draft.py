@@ -188,7 +188,9 @@ def test_extending_after_acceptance_equals_a_fresh_prefill(kind):
     np.testing.assert_allclose(state.hidden, fresh.hidden, atol=1e-5)
     for b, n in enumerate(lengths):
         for old, new in zip(state.cache[:2], fresh.cache[:2], strict=True):
-            np.testing.assert_allclose(old[0][b, ..., :n], new[0][b, ..., :n], atol=1e-5)
+            np.testing.assert_allclose(
+                old[0][b, ..., :n], new[0][b, ..., :n], atol=1e-5
+            )
 
 
 def test_a_row_without_new_pairs_keeps_its_state():
@@ -360,5 +362,7 @@ def test_levels_and_rows_are_drawn_independently(drawn):
     tokens = np.asarray(got.tokens)
     joint = np.zeros((7, 7))
     np.add.at(joint, (tokens[:, 1], tokens[:, 4]), 1)
-    law = np.stack([q_below(after, (x,)) for x in range(7)]) * q_below(after, ())[:, None]
+    law = (
+        np.stack([q_below(after, (x,)) for x in range(7)]) * q_below(after, ())[:, None]
+    )
     assert reference.p_value(joint, law) > 1e-3

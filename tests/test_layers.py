@@ -102,7 +102,9 @@ def test_rotation_follows_the_position_alone():
             jnp.asarray(x)[None, :, None, None], jnp.asarray([[position]]), speed
         )
         want = reference.rotate(x.astype(float), position, np.asarray(speed, float))
-        np.testing.assert_allclose(got[0, :, 0, 0], want, atol=2e-2 * position / 1e5 + 1e-5)
+        np.testing.assert_allclose(
+            got[0, :, 0, 0], want, atol=2e-2 * position / 1e5 + 1e-5
+        )
 
 
 def test_segments_are_one_softmax():
@@ -126,9 +128,7 @@ def test_own_keys_are_seen_by_the_query_in_the_same_place_only():
     causal = jnp.asarray(reference.causal(T))[None]
     got = layers.attention(q, (Segment(k, v, causal),), (KV(k_own, v_own),))
     diagonal = jnp.eye(T, dtype=bool)[None]
-    want = layers.attention(
-        q, (Segment(k, v, causal), Segment(k_own, v_own, diagonal))
-    )
+    want = layers.attention(q, (Segment(k, v, causal), Segment(k_own, v_own, diagonal)))
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 

@@ -31,7 +31,9 @@ def whole(params, tokens: np.ndarray, cfg: TargetConfig) -> Any:
     rows, n = tokens.shape
     at = jnp.broadcast_to(jnp.arange(n), (rows, n))
     mask = jnp.broadcast_to(jnp.asarray(reference.causal(n)), (rows, n, n))
-    return forward(params, jnp.asarray(tokens, jnp.int32), at, mask, no_cache(rows, cfg), cfg)
+    return forward(
+        params, jnp.asarray(tokens, jnp.int32), at, mask, no_cache(rows, cfg), cfg
+    )
 
 
 @pytest.fixture(scope="module")

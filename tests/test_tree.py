@@ -45,7 +45,9 @@ def test_ancestors_of_random_trees():
     one = marked.astype(int)
     assert (np.diagonal(one, axis1=1, axis2=2) == 1).all()  # reflexive
     assert ((one @ one > 0) <= marked).all()  # transitive
-    depth = [[len(reference.root_path(row, n)) - 1 for n in range(N)] for row in parents]
+    depth = [
+        [len(reference.root_path(row, n)) - 1 for n in range(N)] for row in parents
+    ]
     np.testing.assert_array_equal(one.sum(-1) - 1, depth)
 
 
@@ -167,7 +169,11 @@ def test_a_tree_of_certain_drafts_stays_connected():
 
 def test_plain_decoding_has_a_tree_of_one_node():
     kept = draft.propose(
-        {}, draft.empty(DraftConfig(), 2, 4), jnp.asarray([7, 8]), DraftConfig(), TreeConfig()
+        {},
+        draft.empty(DraftConfig(), 2, 4),
+        jnp.asarray([7, 8]),
+        DraftConfig(),
+        TreeConfig(),
     )
     assert kept.tokens.tolist() == [[7], [8]]
     assert kept.parents.tolist() == kept.depths.tolist() == [[0], [0]]

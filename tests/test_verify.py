@@ -90,7 +90,9 @@ def test_walk_has_the_law_of_the_official_rule():
     p = rng.dirichlet(np.ones(V), size=6)
     law = reference.law_of_siblings(tokens, SIX, p)
     assert np.isclose(sum(law.values()), 1)
-    logits = jnp.broadcast_to(jnp.log(jnp.asarray(p.T, jnp.float32))[:, None], (V, B, 6))
+    logits = jnp.broadcast_to(
+        jnp.log(jnp.asarray(p.T, jnp.float32))[:, None], (V, B, 6)
+    )
     keys = jax.random.split(jax.random.key(2), B)
     sampled = sample(keys, logits, SamplingConfig(temperature=1.0))
     verdict = walk(six_node_tree(tokens, B), sampled, depth=3)
@@ -106,7 +108,9 @@ LOGITS = np.array([1.5, -0.5, 0.0, 2.0, -3.0, 0.7, 1.5, -1.0], np.float32)
 def draws(logits: np.ndarray, cfg: SamplingConfig, n: int, seed: int = 0) -> np.ndarray:
     """Counts of n draws, over rows and nodes alike."""
     keys = jax.random.split(jax.random.key(seed), n // 4)
-    wide = jnp.broadcast_to(jnp.asarray(logits)[:, None, None], (len(logits), n // 4, 4))
+    wide = jnp.broadcast_to(
+        jnp.asarray(logits)[:, None, None], (len(logits), n // 4, 4)
+    )
     tokens = np.asarray(sample(keys, wide, cfg))
     return np.bincount(tokens.ravel(), minlength=len(logits))
 
@@ -368,7 +372,9 @@ def drafts(rng: np.random.Generator, N: int, V: int) -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("kind", ["random", "perfect", "always wrong", "small vocabulary"])
+@pytest.mark.parametrize(
+    "kind", ["random", "perfect", "always wrong", "small vocabulary"]
+)
 def test_accept_with_q_has_the_outcomes_of_algorithm_1(kind):
     # On one fixed tree: paths and next tokens, not only the law of what is emitted.
     rng = np.random.default_rng(7)
@@ -397,7 +403,9 @@ CHAIN = [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("parents", [WIDE, CHAIN], ids=["siblings", "chain"])
-@pytest.mark.parametrize("kind", ["random", "perfect", "always wrong", "small vocabulary"])
+@pytest.mark.parametrize(
+    "kind", ["random", "perfect", "always wrong", "small vocabulary"]
+)
 def test_accept_with_q_keeps_the_target_law(kind, parents):
     rng = np.random.default_rng(9)
     p, q = drafts(rng, 4, 8)[kind]

@@ -1,0 +1,383 @@
+"""The drivers end to end on the tiny target, and what they say to bad input."""
+
+import dataclasses
+import json
+import re
+import resource
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import drivers
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from configs import tiny as tiny_config
+from eagle_jax.data import Question
+from eagle_jax.metrics import Turn
+from experiments import ablate, common, evaluator
+from experiments.common import Setup
+
+KEYS = """variant target task questions preset temperature max_new_tokens batch dtype tree
+n_prompts n_identical n_near_tie n_looping tau_pooled tau_by_prompt tau_without_loops
+acceptance_by_depth tokens_per_second baseline_tokens_per_second speedup
+speedup_with_prefill head config fingerprint seed device commit""".split()
+
+
+def results(out: Path) -> list[dict[str, Any]]:
+    return drivers.read_lines(out / "results.jsonl")
+
+
+def head_folder() -> Path:
+    return drivers.only(drivers.trained()[0] / "heads")
+
+
+# Whole runs, each in a process of its own.
+
+
+def test_a_trained_head_is_measured_and_identical_to_plain_decoding():
+    out, said = drivers.trained()
+    rows = [row for row in results(out) if row["variant"] == "eagle3"]
+    assert [row["task"] for row in rows] == ["count", "say"]
+    for row, n_prompts in zip(rows, (2, 1), strict=True):
+        assert sorted(row) == sorted(KEYS)
+        assert row["n_prompts"] == row["n_identical"] == n_prompts
+        assert row["n_near_tie"] == 0
+        assert row["tau_pooled"] >= 1 and row["speedup"] > 0
+        assert len(row["acceptance_by_depth"]) == row["tree"]["depth"] == 2
+        assert row["tree"]["n_nodes"] == 5 and row["questions"] == "questions"
+        assert (row["preset"], row["max_new_tokens"], row["batch"]) == ("smoke", 8, 1)
+        assert re.fullmatch("[0-9a-f]{12}", row["head"])
+    assert len({row["fingerprint"] for row in rows}) == 2
+    for words in ("tau pooled", "2 of 2", "1 of 1", "3 of 3", "tiny, hash tiny"):
+        assert words in said
+    assert "NOT IDENTICAL" not in said and "WARNING" not in said
+
+
+def test_the_command_it_ends_with_answers_a_prompt():
+    _, said = drivers.trained()
+    (command,) = [line for line in said.splitlines() if "experiments.generate" in line]
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "experiments.generate"]
+    given = [word for word in words[3:] if not word.startswith("--prompt")]
+    assert f"--head={head_folder()}" in given
+    given += ["--prompt=Count from 3.", "--max_new_tokens=8", "--nocolor"]
+    spoken = drivers.run("generate", *given)
+    text, tally = spoken.rsplit("\n[", 1)
+    assert re.fullmatch(r"8 tokens, \d steps, tau \d\.\d\d, .* tokens/s.*\]\n", tally)
+    assert text and "\033" not in text
+
+
+def test_check_describes_the_head():
+    said = drivers.run("convert", f"--check={head_folder()}")
+    assert "eagle3 head, midlayer layout" in said
+    assert "'target_hash': 'tiny'" in said
+
+
+def test_plain_decoding_is_its_own_baseline_and_rows_are_measured_once(tmp_path):
+    flags_given = drivers.ablate_flags(tmp_path, "vanilla")
+    drivers.run("ablate", *flags_given)
+    rows = results(tmp_path)
+    assert [row["task"] for row in rows] == ["count", "say"]
+    for row in rows:
+        assert sorted(row) == sorted(KEYS)
+        assert row["tau_pooled"] == row["tau_by_prompt"] == row["speedup"] == 1.0
+        assert row["acceptance_by_depth"] == [] and row["head"] is None
+        assert row["n_identical"] == row["n_prompts"]
+    # The second row is torn, as by a kill; the first one must stand.
+    path = tmp_path / "results.jsonl"
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{second[:100]}")
+    said = drivers.run("ablate", *flags_given)
+    assert "count: result is in" in said and "say: result is in" not in said
+    lines = path.read_text().splitlines()
+    assert lines[:2] == [first, second[:100]]
+    (again,) = [json.loads(line) for line in lines[2:]]
+    assert again["fingerprint"] == rows[1]["fingerprint"]
+
+
+def test_force_measures_again_and_the_head_is_used_again():
+    out, _ = drivers.trained()
+    before = results(out)
+    said = drivers.run("ablate", *drivers.ablate_flags(out), "--force")
+    assert "is there and is used" in said and "training" not in said
+    after = results(out)
+    assert after[: len(before)] == before and len(after) == len(before) + 2
+    same = ("fingerprint", "n_identical", "tau_pooled", "acceptance_by_depth", "head")
+    new = [[row[key] for key in same] for row in after[-2:]]
+    assert new == [[row[key] for key in same] for row in before[:2]]
+
+
+def test_bad_input_is_one_line_and_exit_code_1(tmp_path):
+    line = drivers.fail("ablate", "--variant=eagle9", f"--out={tmp_path}")
+    assert line == f"error: no variant 'eagle9'; there are {', '.join(ablate.VARIANTS)}"
+
+
+def test_a_head_that_does_not_fit_the_target_is_refused():
+    out, _ = drivers.trained()
+    before = (out / "results.jsonl").read_bytes()
+    wide = drivers.ROOT / "tests" / "golden" / "e3_gqa_reduced_vocab" / "head"
+    line = drivers.fail("ablate", *drivers.ablate_flags(out), f"--head={wide}")
+    assert line.endswith(
+        "eagle3 head (midlayer layout) cannot be loaded: "
+        "made for vocab_size=128, the target's is 258"
+    )
+    assert (out / "results.jsonl").read_bytes() == before
+
+
+def test_a_disk_without_room_ends_the_run_and_keeps_what_there_is(tmp_path):
+    """No file may grow beyond 2 kB: the second result line does not fit."""
+    limit = 'ulimit -f 2; exec "$0" "$@"'
+    flags_given = drivers.ablate_flags(tmp_path, "vanilla")
+    process = drivers.start("ablate", *flags_given, shell=limit)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert re.fullmatch(
+        r"error: cannot write to .*results\.jsonl: File too large; .* intact",
+        err.splitlines()[-1],  # compiled programs may not have fitted either
+    )
+    assert [row["task"] for row in results(tmp_path)] == ["count"]
+
+
+# Faults that are found before anything slow, in this process.
+
+
+@pytest.fixture
+def cli(monkeypatch, tmp_path):
+    """Runs `ablate.main` with flags; it must give up before it loads the target."""
+
+    def call(*given: str) -> None:
+        with flagsaver.flagsaver():
+            flags.FLAGS(["ablate", f"--out={tmp_path / 'out'}", *given])
+            ablate.main()
+
+    def too_late(*_: Any) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(common, "load_setup", too_late)
+    return call
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--preset=huge"], "no preset 'huge'; there are smoke, quick, full"),
+        (["--config=configs/nope.py"], "no config file .* there are configs/smollm2"),
+        (["--set=tree.dept=3"], "no field 'tree.dept'.* depth, kind, n_nodes"),
+        (["--set=tree.depth=deep"], "tree.depth needs a value of type int.*'deep'"),
+        (["--set=tree.depth=20"], "depth < n_nodes|at most|depth=20"),
+        (["--set=seed"], "expected field=value, got 'seed'"),
+        (["--set=dtype=float17"], "dtype must be one of float32, bfloat16.*float17"),
+        (["--set=train.dtype=int8"], "train.dtype must be one of float32, bfloat16"),
+        (["--temperature=-1"], "temperature and top_k must be >= 0"),
+        (["--max_new_tokens=1"], "max_new_tokens at least 2"),
+        (["--batch=0"], "batch and prompts_per_set must be at least 1"),
+        (["--prompts_per_set=-3"], "batch and prompts_per_set must be at least 1"),
+        (["--questions=/nowhere/at/all"], "no '/nowhere/at/all' to read questions"),
+        (["--data=/nowhere/train.jsonl"], "there is no '/nowhere/train.jsonl'"),
+        (["--head=/nowhere/head"], "there is no '/nowhere/head'"),
+        (["--head=.", "--variant=vanilla"], "goes neither with --variant=vanilla"),
+        (["--head=.", "--retrain"], "nor with --retrain"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_flags_are_checked_first(cli, given, words):
+    with pytest.raises(ValueError, match=words):
+        cli(*given)
+
+
+def test_a_config_file_without_a_config_is_named(cli, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"mine.py has no function get_config\(\)"):
+        cli(f"--config={path}")
+
+
+def test_a_folder_without_questions_is_named(cli, tmp_path):
+    with pytest.raises(ValueError, match=f"no .jsonl file of questions in {tmp_path}"):
+        cli(f"--questions={tmp_path}")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"no questions in .*empty.jsonl"):
+        cli(f"--questions={tmp_path}")
+
+
+def test_a_folder_that_cannot_be_written_is_found_first(cli, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"cannot write to --out=.*/file/out: Not a dir"):
+        cli(f"--out={tmp_path / 'file' / 'out'}")
+
+
+@pytest.fixture
+def setup(monkeypatch) -> Setup:
+    """The tiny target without its weights."""
+    embed = {"embed": jnp.ones((258, 32))}
+    monkeypatch.setattr(tiny_config.target, "init", lambda *_: embed)
+    cfg = tiny_config.get_config()
+    target_cfg, params, text = tiny_config.load(cfg.dtype, cfg.taps)
+    return Setup(cfg, target_cfg, params, text, "tiny")
+
+
+def test_a_prompt_longer_than_the_cache_is_found_before_training(
+    cli, setup, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(common, "load_setup", lambda cfg: setup._replace(cfg=cfg))
+    long = [{"question_id": 4, "category": "", "turns": ["word " * 60]}]
+    drivers.write_lines(tmp_path / "long.jsonl", long)
+    with pytest.raises(
+        ValueError,
+        match=r"long, question 4: no room for a prompt of 3\d\d tokens.*=256",
+    ):
+        cli(
+            *drivers.target_flags(),
+            f"--questions={tmp_path / 'long.jsonl'}",
+            "--preset=smoke",
+        )
+    assert not (tmp_path / "out" / "training").exists()
+
+
+def test_a_later_turn_without_room_names_its_question(setup, monkeypatch):
+    def no_room(*_: Any) -> None:
+        raise ValueError("no room: a prompt of 300 tokens")
+
+    monkeypatch.setattr(evaluator, "answer", no_room)
+    plain = evaluator.Method({}, ablate.DecodeConfig(setup.target_cfg))
+    with pytest.raises(ValueError, match="sum, question 9, turn 1: no room"):
+        evaluator.run_task(
+            setup,
+            plain,
+            plain,
+            "sum",
+            [Question(9, "", ["a"])],
+            8,
+            1,
+            common.Progress("decode", 1),
+            0,
+        )
+
+
+def test_a_head_of_another_target_of_the_same_shape_warns(setup, capsys):
+    evaluator.load_method(setup, head_folder())
+    assert "WARNING" not in capsys.readouterr().out
+    evaluator.load_method(setup._replace(target_hash="0123"), head_folder())
+    said = capsys.readouterr().out
+    assert "WARNING: this head was trained for target tiny, this run uses 0123" in said
+    half = dataclasses.replace(setup.cfg, dtype="bfloat16")
+    evaluator.load_method(setup._replace(cfg=half), head_folder())
+    assert "trained for precision float32, this run uses bfloat16" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_head_of_another_kind_than_the_variant_is_refused(
+    cli, setup, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(common, "load_setup", lambda cfg: setup._replace(cfg=cfg))
+    plain = evaluator.Method({}, ablate.DecodeConfig(setup.target_cfg))
+    monkeypatch.setattr(evaluator, "load_method", lambda *_: plain)
+    with pytest.raises(ValueError, match=r"kind none, --variant=eagle3 needs eagle3"):
+        cli("--config=configs/tiny.py", f"--head={tmp_path}")
+
+
+# Result lines.
+
+
+def test_lines_are_appended_whole_and_torn_ones_are_passed_over(tmp_path, capsys):
+    path = tmp_path / "deep" / "results.jsonl"
+    common.append_line(path, {"a": 1})
+    with path.open("a") as file:
+        file.write('{"a": 2, "b"')
+    common.append_line(path, {"a": 3, "text": "\u2028"})
+    assert [row["a"] for row in common.read_lines(path)] == [1, 3]
+    assert "results.jsonl:2: not a JSON object" in capsys.readouterr().err
+    path.write_text("\n17\n\n")
+    assert common.read_lines(path) == []
+    assert common.read_lines(tmp_path / "none") == []
+
+
+def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "results.jsonl"
+    common.append_line(path, {"a": 1})
+    before = path.read_bytes()
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, old[1]))
+        with pytest.raises(
+            OSError, match=r"cannot write to .*results.jsonl: .* intact"
+        ):
+            common.append_line(path, {"a": "x" * 200})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert path.read_bytes() == before
+
+
+def result(answers: list[Any], baseline: list[Any]) -> dict[str, Any]:
+    task = evaluator.TaskResult("sum", answers, baseline, len(answers), 0, [])
+    return evaluator.summary(task, 2, greedy=True)
+
+
+def test_numbers_that_do_not_exist_are_null_and_a_dash(capsys):
+    looping = [Turn([5] * 30, [0] * 29, [1] * 29, 2.0, 1.0)]
+    at_once = [Turn([0], [], [], 0.1, 1.0)]  # the first token ended it
+    row = result([looping], [looping])
+    assert row["tau_without_loops"] is None and row["n_looping"] == 1
+    assert row["tau_pooled"] == 1.0 and row["speedup"] == 1.0
+    none = result([at_once], [at_once])
+    assert none["tau_pooled"] is None and none["tokens_per_second"] is None
+    assert none["acceptance_by_depth"] == [None, None]
+    json.loads(json.dumps([row, none], allow_nan=False))
+    shared = {
+        "variant": "eagle3",
+        "target": "tiny",
+        "task": "sum",
+        "temperature": 0.0,
+        "max_new_tokens": 8,
+        "batch": 1,
+        "dtype": "float32",
+        "tree": {"n_nodes": 5},
+    }
+    ablate.print_table([shared | row, shared | none], 2)
+    table = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert len(table) == 3 and table[1].count(" - ") >= 6
+    # The mean leaves out what is not there.
+    assert " 1.00 " in table[2] and "2 of 2" in table[2] and "1 of 2" in table[2]
+
+
+def test_above_temperature_0_identity_is_not_claimed():
+    turn = [Turn([1, 2], [0], [1], 1.0, 1.0)]
+    task = evaluator.TaskResult("sum", [turn], [turn], 1, 0, [])
+    row = evaluator.summary(task, 1, greedy=False)
+    assert row["n_identical"] is None and row["n_near_tie"] is None
+
+
+def test_speedup_is_the_ratio_of_mean_speeds_with_and_without_prefill():
+    fast = [Turn(list(range(9)), [3, 3], [4, 4], 1.0, 1.0)]
+    slow = [Turn(list(range(9)), [0] * 8, [1] * 8, 4.0, 1.0)]
+    row = result([fast], [slow])
+    assert (row["tokens_per_second"], row["baseline_tokens_per_second"]) == (8.0, 2.0)
+    assert row["speedup"] == 4.0
+    np.testing.assert_allclose(row["speedup_with_prefill"], (9 / 2) / (9 / 5))
+
+
+def test_progress_leaves_compilation_out_of_its_estimate(capsys, monkeypatch):
+    now = iter([100.0, 101.0, 104.0])
+    monkeypatch.setattr(common.time, "monotonic", lambda: next(now))
+    progress = common.Progress("train", 5, every=0.0)
+    for done in (1, 2, 5):
+        progress.show(done, "x")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["train 1/5  x", "train 2/5  x  ETA 0:03", "train 5/5  x  ETA 0:00"]
+
+
+def test_the_commit_is_that_of_the_checkout():
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=drivers.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    assert common.commit() == (head[:12] or "unknown")
