@@ -73,9 +73,9 @@ def answer(setup: Setup, method: Method, messages: list[dict[str, str]]) -> str:
     )
     jax.block_until_ready(state)
     tokens = [int(state.root[0])]
-    drafted = [False]
+    screen = _Screen(setup)
+    screen.show(tokens, 0)
     n_steps, n_timed, seconds = 0, 0, 0.0
-    shown = _show(setup, tokens, drafted, "")
     while not bool(state.done[0]) and len(tokens) < FLAGS.max_new_tokens:
         began = time.perf_counter()
         state, info = decode.jit_step(params, state, cfg)
@@ -85,32 +85,47 @@ def answer(setup: Setup, method: Method, messages: list[dict[str, str]]) -> str:
             seconds += time.perf_counter() - began
             n_timed += n
         n_steps += 1
-        tokens += np.asarray(info.tokens)[0, :n].tolist()
-        drafted += [i < int(info.n_accepted[0]) for i in range(n)]
-        shown = _show(setup, tokens, drafted, shown)
+        new = np.asarray(info.tokens)[0, :n].tolist()
+        tokens += new
+        screen.show(new, int(info.n_accepted[0]))
+    text = screen.end()
     tau = f"{(len(tokens) - 1) / n_steps:.2f}" if n_steps else "-"
     rate = f"{n_timed / seconds:.1f}" if seconds else "-"
     print(
         f"\n[{len(tokens)} tokens, {n_steps} steps, tau {tau}, {rate} tokens/s after "
         f"the first step]"
     )
-    return text_lib.decode(setup.text, tokens)
+    return text
 
 
-def _show(setup: Setup, tokens: list[int], drafted: list[bool], shown: str) -> str:
-    """Prints what is new; a character split over tokens waits until it is whole."""
-    text = text_lib.decode(setup.text, tokens)
-    if text.endswith("\N{REPLACEMENT CHARACTER}"):
-        return shown
-    for end in range(1, len(tokens) + 1):
-        part = text_lib.decode(setup.text, tokens[:end])
-        if len(part) <= len(shown) or part.endswith("\N{REPLACEMENT CHARACTER}"):
-            continue
-        new = part[len(shown) :]
-        colour = FLAGS.color and drafted[end - 1]
-        print(f"{GREEN}{new}{PLAIN_COLOR}" if colour else new, end="", flush=True)
-        shown = part
-    return shown
+class _Screen:
+    """Prints tokens as they come, drafted ones in green.
+
+    A character split over tokens waits until it is whole, or the answer ends.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.tokens, self.shown = setup, [], ""
+
+    def show(self, tokens: list[int], n_drafted: int) -> None:
+        """Adds tokens, of which the first `n_drafted` were drafted and accepted."""
+        for i, token in enumerate(tokens):
+            self.tokens.append(token)
+            text = text_lib.decode(self.setup.text, self.tokens)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                self._print(text, i < n_drafted)
+
+    def end(self) -> str:
+        """Prints what still waits, and returns the whole text."""
+        text = text_lib.decode(self.setup.text, self.tokens)
+        self._print(text, is_drafted=False)
+        return text
+
+    def _print(self, text: str, is_drafted: bool) -> None:
+        new, self.shown = text[len(self.shown) :], text
+        if new:
+            colour = FLAGS.color and is_drafted
+            print(f"{GREEN}{new}{PLAIN_COLOR}" if colour else new, end="", flush=True)
 
 
 if __name__ == "__main__":
