@@ -59,7 +59,8 @@ def restore(manager: ocp.CheckpointManager, like: TrainState) -> TrainState | No
     faults = []
     for step in sorted(manager.all_steps(), reverse=True):
         try:
-            state = manager.restore(step, args=ocp.args.StandardRestore(abstract))
+            saved = ocp.args.StandardRestore(abstract)
+            state: TrainState = manager.restore(step, args=saved)  # type: ignore[assignment]
         except Exception as fault:  # orbax raises many kinds for a torn checkpoint
             faults.append((step, _first_line(fault)))
             continue

@@ -429,8 +429,13 @@ def _to_tuple(value: Any) -> Any:
 
 def fingerprint(*parts: Any) -> str:
     """Returns 12 hex digits that name these configs, numbers or texts."""
-    plain = [dataclasses.asdict(p) if dataclasses.is_dataclass(p) else p for p in parts]
-    text = json.dumps(plain, sort_keys=True)
+
+    def plain(part: Any) -> Any:
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            return dataclasses.asdict(part)
+        return part
+
+    text = json.dumps([plain(part) for part in parts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

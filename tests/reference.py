@@ -241,7 +241,7 @@ def ancestors(parents: Sequence[int]) -> Array:
     return marked
 
 
-def root_path(parents: Sequence[int], node: int) -> list[int]:
+def root_path(parents: Sequence[int] | np.ndarray, node: int) -> list[int]:
     """Nodes from the root down to `node`, both included."""
     path = [node]
     while path[0] != 0:

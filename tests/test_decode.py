@@ -170,31 +170,29 @@ def test_any_mixture_of_hits_and_misses_gives_the_same_text(oracle, plain, hits)
 
 @pytest.mark.parametrize("rank", [(2, 1, 2), (1, 2, 0)])
 def test_accepting_later_siblings_leaves_the_caches_of_a_plain_prefill(
-    oracle, params, plain, rank
+    oracle, plain, monkeypatch, rank
 ):
     p = oracle([3, 2, 3], rank)
     end, out = run(p)
     assert decode.unpack(out) == plain
-    assert np.asarray(out.n_accepted[:, 0]).tolist() == [3, 2, 3]
+    assert out.n_accepted[:, 0].tolist() == [3, 2, 3]
     lengths = np.asarray(end.target_cache.length)
     assert end.draft.cache.length.tolist() == lengths.tolist()
-    texts = [(p + t)[:n] for p, t, n in zip(PROMPTS, plain, lengths, strict=True)]
-    # Blocks may run past the limit; what was asked for is what can be compared.
-    counts = [len(text) for text in texts]
-    monkey_chunk, decode.CHUNK = decode.CHUNK, 64
+    # The last block may run past the limit: compare what was asked for.
+    texts = [
+        (prompt + text)[:n]
+        for prompt, text, n in zip(PROMPTS, plain, lengths, strict=True)
+    ]
+    monkeypatch.setattr(decode, "CHUNK", 64)
     fresh = decode.start(p, texts, ORACLE, NEW)
-    decode.CHUNK = monkey_chunk
     for old, new in (
         (end.target_cache, fresh.target_cache),
         (end.draft.cache, fresh.draft.cache),
     ):
         for a, b in zip((*old.k, *old.v), (*new.k, *new.v), strict=True):
-            for row, n in enumerate(counts):
-                # The newest pair of the draft's cache holds the next root: the same token.
-                last = n - 1
-                np.testing.assert_allclose(
-                    a[row, ..., :last], b[row, ..., :last], atol=1e-5
-                )
+            for row, text in enumerate(texts):
+                n = len(text) - 1  # the draft's newest pair holds the next root
+                np.testing.assert_allclose(a[row, ..., :n], b[row, ..., :n], atol=1e-5)
 
 
 def test_rubbish_behind_the_committed_slots_changes_nothing(params, plain):
@@ -226,7 +224,7 @@ def test_trace_gives_what_generate_gives(params, plain):
     assert rows == plain
     for info in infos:
         assert (info.n_emitted <= info.n_accepted + 1).all()
-    emitted = sum(info.n_emitted for info in infos)
+    emitted = np.sum([info.n_emitted for info in infos], axis=0)
     assert (emitted >= NEW - 1).all()
 
 
@@ -246,10 +244,15 @@ def test_ties_go_to_the_lowest_id_with_and_without_a_draft(params, plain):
 def test_one_prompt_after_the_other_compiles_once(params):
     rng = np.random.default_rng(7)
     decode.generate(params, [PROMPTS[0]], GROWN, NEW)
-    before = decode.jit_loop._cache_size(), decode.jit_prefill._cache_size()
+    before = compilations()
     for n in range(1, 21):
         decode.generate(params, [rng.integers(0, V, 4 * n).tolist()], GROWN, NEW)
-    assert (decode.jit_loop._cache_size(), decode.jit_prefill._cache_size()) == before
+    assert compilations() == before
+
+
+def compilations() -> list[int]:
+    jitted: list[Any] = [decode.jit_loop, decode.jit_prefill]
+    return [function._cache_size() for function in jitted]
 
 
 def test_a_chunked_prefill_equals_one_long_one(params, monkeypatch):

@@ -42,7 +42,7 @@ def test_default_target_answers_in_english(loaded):
 def reference(default_target):
     pytest.importorskip("torch", reason="needs torch")
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     folder, name = str(default_target.parent), default_target.name
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -63,7 +63,7 @@ def test_tokenizer_ids_equal_transformers(loaded, reference):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("said", PROMPTS)
 def test_logits_and_features_equal_transformers(loaded, reference, said):
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     cfg, params, text = loaded
     ids = prompt_ids(text, said)
@@ -93,7 +93,7 @@ def test_logits_and_features_equal_transformers(loaded, reference, said):
 def test_128_greedy_tokens_equal_transformers(loaded, reference, said):
     import dataclasses
 
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     cfg, params, text = loaded
     ids = prompt_ids(text, said)

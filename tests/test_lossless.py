@@ -112,11 +112,9 @@ def test_texts_have_the_law_of_the_target(name):
 
 
 def eager_walk(tree_: tree.Tree, sampled: jax.Array, depth: int) -> verify.Verdict:
-    """Takes the first child for granted where the target's token was not drafted."""
-    drafted = (tree_.tokens[:, 1:] == sampled[:, :1]) & (tree_.parents[:, 1:] == 0)
-    first = jnp.where(drafted.any(axis=1), sampled[:, 0], tree_.tokens[:, 1])
-    sampled = sampled.at[:, 0].set(jnp.where(first == 0, first, sampled[:, 0]))
-    return WALK(tree_, sampled, depth)
+    """Takes the first child for granted where the target drew token 0 or 1 at the root."""
+    first = jnp.where(sampled[:, 0] < 2, tree_.tokens[:, 1], sampled[:, 0])
+    return WALK(tree_, sampled.at[:, 0].set(first), depth)
 
 
 WALK, ACCEPT, DRAW = verify.walk, verify.accept_with_q, draft.propose_drawn

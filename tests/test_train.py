@@ -446,7 +446,7 @@ def rates(cfg: TrainConfig, n_steps: int, calls: int) -> list[float]:
     moves = []
     for _ in range(calls):
         step, state = update.update({"w": jnp.ones(())}, state, params)
-        moves.append(-float(step["w"]))
+        moves.append(-float(jax.tree.leaves(step)[0]))
     return moves
 
 
