@@ -54,6 +54,7 @@ def run(main: Callable[[], None]) -> None:
         if len(argv) > 1:
             sys.exit(f"error: unexpected argument {argv[1]!r}; flags start with --")
         logging.set_verbosity(logging.FATAL)  # orbax logs what it raises as well
+        sys.unraisablehook = _unraisable
         _prepare_jax()
         try:
             main()
@@ -68,6 +69,12 @@ def run(main: Callable[[], None]) -> None:
             )
 
     app.run(guarded)
+
+
+def _unraisable(fault: "sys.UnraisableHookArgs") -> None:
+    """Drops what threads of orbax say after a fault that was already raised."""
+    if "Event loop is closed" not in str(fault.exc_value):
+        sys.__unraisablehook__(fault)
 
 
 def _one_line(fault: Exception) -> str:
