@@ -394,6 +394,23 @@ def test_logits_that_are_not_numbers_are_reported_with_their_rows(
         decode.generate(bad, prompts, cfg, 20)
 
 
+def test_trouble_of_the_prefill_alone_is_reported(counting):
+    embed = counting["target"]["embed"].at[3].set(jnp.nan)
+    bad = counting | {"target": counting["target"] | {"embed": embed}}
+    with pytest.raises(FloatingPointError, match=r"rows \[3\]"):
+        decode.generate(bad, [[x] for x in STARTS], COUNTING, 1)
+
+
+def test_a_row_that_breaks_commits_no_nan(counting):
+    embed = counting["target"]["embed"].at[3].set(jnp.nan)
+    bad = counting | {"target": counting["target"] | {"embed": embed}}
+    state = decode.start(bad, [[x] for x in STARTS], COUNTING, 20)
+    end, out = decode.jit_loop(bad, state, COUNTING, 20)
+    assert not out.healthy[0]
+    for x in (*end.target_cache.k, *end.target_cache.v):
+        assert bool(jnp.isfinite(x[jnp.asarray([0, 1, 2, 4, 11])]).all())
+
+
 def test_a_draft_of_nan_does_not_reach_the_text(counting):
     own = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), counting["draft"])
     bad = counting | {"draft": own}

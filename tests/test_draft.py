@@ -102,8 +102,14 @@ def test_a_chain_feeds_outputs_back_at_the_right_positions(kind):
     assert got.depths.tolist() == [[0, 1, 2, 3, 4]]
 
 
-def children_of(kind: str, width: int):
-    cfg, params = HEADS[kind], params_of(kind)
+def flattened(kind: str) -> dict:
+    """A draft of little confidence, whose frontiers have several parents."""
+    params = params_of(kind)
+    return params | {"head": params["head"] * 0.1}
+
+
+def children_of(params: dict, kind: str, width: int):
+    cfg = HEADS[kind]
     tokens, features = pairs(cfg)
     ids = np.asarray(params.get("draft_to_target", np.arange(cfg.vocab_size)))
 
@@ -127,13 +133,16 @@ def paths_in(got: tree.Tree, row: int = 0) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_growing_equals_a_beam_in_numpy(kind):
-    cfg = TreeConfig(width=3, depth=4, n_nodes=12)
-    got = propose(params_of(kind), committed(kind), jnp.asarray([3]), HEADS[kind], cfg)
-    want = reference.beam(children_of(kind, 3), expand=3, depth=4, n_drafted=11)
+    # All candidates are kept, so that the growth of every level is seen.
+    cfg = TreeConfig(width=3, depth=4, n_nodes=31)
+    params = flattened(kind)
+    got = propose(params, committed(kind), jnp.asarray([3]), HEADS[kind], cfg)
+    children = children_of(params, kind, 3)
+    want = reference.beam(children, expand=3, depth=4, n_drafted=30)
     assert paths_in(got) == [path for path, _ in want]
-    assert max(got.depths[0].tolist()) >= 2
+    assert len({path[:3] for path, _ in want if len(path) == 4}) == 3
     values = [0.0]
-    for n in range(1, 12):
+    for n in range(1, 31):
         values.append(values[int(got.parents[0, n])] + float(got.log_q[0, n]))
     np.testing.assert_allclose(values[1:], [v for _, v in want], atol=5e-5)
 
@@ -142,7 +151,7 @@ def test_growing_equals_a_beam_in_numpy(kind):
 def test_a_static_tree_holds_the_ranks_of_its_paths(kind):
     cfg = tree.static(((0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0), (1, 1, 1)))
     got = propose(params_of(kind), committed(kind), jnp.asarray([3]), HEADS[kind], cfg)
-    children = children_of(kind, 3)
+    children = children_of(params_of(kind), kind, 3)
     for path, tokens, log_q in zip(
         cfg.paths, paths_in(got), got.log_q[0, 1:].tolist(), strict=True
     ):
