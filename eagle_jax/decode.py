@@ -314,9 +314,7 @@ def bucket(n: int) -> int:
     return max(256, 1 << (n - 1).bit_length())
 
 
-CHUNK = (
-    128  # prompt tokens per prefill call: one compiled shape for every prompt length
-)
+CHUNK = 128  # prompt tokens per prefill call: one compiled shape for any prompt length
 
 
 def start(

@@ -225,6 +225,7 @@ def _unrolled_loss(
     cfg: DraftConfig,
     train: TrainConfig,
 ) -> tuple[Float[Array, ""], Metrics]:
+    """Unrolls the head and scores its outputs at all labels; `chunked_loss` knows how."""
     compute = jnp.dtype(train.dtype)
     params = _cast(params, compute)
     outs = unroll(params, batch, given.read.astype(compute), cfg, train.ttt_steps)
