@@ -24,6 +24,7 @@ from eagle_jax.layers import (
     Segment,
     attend_and_mlp,
     linear,
+    merge,
     project,
     rms_norm,
     rope_frequencies,
@@ -70,14 +71,14 @@ def init(key: Array, cfg: DraftConfig, target: TargetConfig) -> Params:
             "bv": jnp.zeros((K, C), cfg.dtype),
         }
     if cfg.head == "eagle1":
-        params: Params = {"fc": normal(keys[7], D, 2 * D), "layer": layer}
+        params: Params = {"fc": normal(keys[7], D, 2 * D), "layer": merge(layer)}
         if cfg.fc_bias:
             params["fc_bias"] = jnp.zeros(D, cfg.dtype)
         return params
     layer |= {"embed_norm": ones, "hidden_norm": ones}
     params = {
         "fuse": normal(keys[7], D, cfg.feature_size),
-        "layer": layer,
+        "layer": merge(layer),
         "norm": ones,
         "head": normal(keys[8], cfg.vocab_size, D),
     }

@@ -3,8 +3,9 @@
 Three layouts occur, told apart by tensor names because configs are often wrong:
 "eagle1" (`layers.0.*` without an LM head; EAGLE-1 and 2), "midlayer" (EAGLE-3 of the
 official code, SpecForge, SGLang) and "speculators" (EAGLE-3 as `layers.0.*`; vLLM). Our
-parameters are [out, in] matrices with heads as an axis of their own, and real token ids
-where files hold offsets. An export is refused if its own reader would misread it.
+parameters are [out, in] matrices with heads as an axis of their own, those of one input
+joined (`layers.merge`), and real token ids where files hold offsets. An export is refused
+if its own reader would misread it.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from eagle_jax import torchfile
+from eagle_jax import layers, torchfile
 from eagle_jax.config import DraftConfig, RopeScaling, TargetConfig
 from eagle_jax.layers import Params
 
@@ -144,6 +145,7 @@ def load_head(
     for name, (place, spec) in table.items():
         array = tensors[name].reshape(_shape(spec, sizes, split=True))
         _put(params, place, jnp.asarray(array.astype(jnp.dtype(dtype))))
+    params["layer"] = layers.merge(params["layer"])
     if cfg.fc_norm:
         params["fc_norm"] = jnp.stack(list(params["fc_norm"].values()))
     if ids is not None:
@@ -596,6 +598,7 @@ def save_head(
     table = _table(cfg, layout, n_taps)
     if dialect == "speculators" or (dialect == "official" and not is_shared):
         table["embed_tokens.weight"] = (("embed",), "V D")
+    params = params | {"layer": layers.split(params["layer"])}
     given = params if embed is None else {"embed": embed} | params
     tensors, faults = _published(
         given, table, _sizes(cfg, target.vocab_size, target.d_model)

@@ -132,6 +132,46 @@ def attention(
     return out.reshape(H, C, B, T)
 
 
+def merge(block: Params) -> Params:
+    """Joins the matrices of a block that read the same input, as the forward wants them.
+
+    One product instead of three or two: on CPUs 8 rows take two thirds of the time. Each
+    K/V head stands beside its group of query heads, and gate rows beside up rows, so that
+    sharding by K/V heads and by MLP rows needs no rearrangement.
+
+    Args:
+      block: `wq` [H, C, X], `wk`, `wv` [K, C, X], `w_gate`, `w_up` [F, D], as published,
+        maybe `bq`, `bk`, `bv` [., C], and whatever else, which is kept.
+
+    Returns:
+      `wqkv` [K, G+2, C, X], maybe `bqkv` [K, G+2, C], `w_gate_up` [F, 2, D], and the rest.
+    """
+    block = dict(block)
+    for whole, parts in _MERGED_HEADS.items():
+        if parts[0] in block:
+            q, k, v = (block.pop(name) for name in parts)
+            q = q.reshape(k.shape[0], -1, *q.shape[1:])
+            block[whole] = jnp.concatenate([q, k[:, None], v[:, None]], axis=1)
+    block["w_gate_up"] = jnp.stack([block.pop("w_gate"), block.pop("w_up")], axis=1)
+    return block
+
+
+def split(block: Params) -> Params:
+    """Undoes `merge`: the names and shapes of published checkpoints."""
+    block = dict(block)
+    for whole, parts in _MERGED_HEADS.items():
+        if whole in block:
+            joined = block.pop(whole)
+            q, k, v = joined[:, :-2], joined[:, -2], joined[:, -1]
+            q = q.reshape(-1, *q.shape[2:])
+            block |= dict(zip(parts, (q, k, v), strict=True))
+    joined = block.pop("w_gate_up")
+    return block | {"w_gate": joined[:, 0], "w_up": joined[:, 1]}
+
+
+_MERGED_HEADS = {"wqkv": ("wq", "wk", "wv"), "bqkv": ("bq", "bk", "bv")}
+
+
 def project(
     params: Params,
     x: Float[Array, "D B T"],
@@ -140,13 +180,11 @@ def project(
     eps: float,
 ) -> tuple[Float[Array, "H C B T"], KV]:
     """Makes rotated queries, and keys and values in cache form, from normed activations."""
-    q = linear(params["wq"], x)
-    k = linear(params["wk"], x)
-    v = linear(params["wv"], x)
-    if "bq" in params:
-        q = q + params["bq"][..., None, None]
-        k = k + params["bk"][..., None, None]
-        v = v + params["bv"][..., None, None]
+    joined = linear(params["wqkv"], x)
+    if "bqkv" in params:
+        joined = joined + params["bqkv"][..., None, None]
+    shape = joined.shape[2:]
+    q, k, v = joined[:, :-2].reshape(-1, *shape), joined[:, -2], joined[:, -1]
     if "q_norm" in params:
         q = _channel_norm(q, params["q_norm"], eps)
         k = _channel_norm(k, params["k_norm"], eps)
@@ -163,9 +201,8 @@ def _channel_norm(
 
 def mlp(params: Params, x: Float[Array, "D B T"]) -> Float[Array, "D B T"]:
     """Gated feed-forward: down(silu(gate) * up)."""
-    gate = linear(params["w_gate"], x)
-    up = linear(params["w_up"], x)
-    return linear(params["w_down"], jax.nn.silu(gate) * up)
+    joined = linear(params["w_gate_up"], x)
+    return linear(params["w_down"], jax.nn.silu(joined[:, 0]) * joined[:, 1])
 
 
 def attend_and_mlp(

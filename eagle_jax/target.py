@@ -19,6 +19,7 @@ from eagle_jax.layers import (
     Segment,
     attend_and_mlp,
     linear,
+    merge,
     project,
     rms_norm,
     rope_frequencies,
@@ -75,7 +76,7 @@ def init(key: Array, cfg: TargetConfig) -> Params:
                 "q_norm": jnp.ones(C, cfg.dtype),
                 "k_norm": jnp.ones(C, cfg.dtype),
             }
-        layers.append(layer)
+        layers.append(merge(layer))
     embed_key, head_key = jax.random.split(jax.random.fold_in(key, 1))
     params: Params = {
         "embed": normal(embed_key, cfg.vocab_size, D),

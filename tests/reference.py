@@ -73,13 +73,14 @@ def mix(layer: dict, residual: Array, x: Array, at: Array, visible: Array, cfg: 
     `cfg` is a TargetConfig or DraftConfig; only sizes and constants are read.
     """
     T = len(x)
+    part = {"q": np.s_[:, :-2], "k": np.s_[:, -2], "v": np.s_[:, -1]}
     speed = rope_speed(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     heads = {}
     for name, n in (("q", cfg.n_heads), ("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads)):
-        w = np.asarray(layer["w" + name], np.float64).reshape(n * cfg.head_dim, -1)
-        y = x @ w.T
-        if "b" + name in layer:
-            y = y + np.asarray(layer["b" + name], np.float64).reshape(-1)
+        w = np.asarray(layer["wqkv"], np.float64)[part[name]]
+        y = x @ w.reshape(n * cfg.head_dim, -1).T
+        if "bqkv" in layer:
+            y = y + np.asarray(layer["bqkv"], np.float64)[part[name]].reshape(-1)
         heads[name] = y.reshape(T, n, cfg.head_dim)
     if "q_norm" in layer:
         heads["q"] = rms_norm(heads["q"], np.asarray(layer["q_norm"]), cfg.norm_eps)
@@ -92,8 +93,8 @@ def mix(layer: dict, residual: Array, x: Array, at: Array, visible: Array, cfg: 
     wo = np.asarray(layer["wo"], np.float64).reshape(-1, out.shape[1])
     a = residual + out @ wo.T
     n = rms_norm(a, np.asarray(layer["mlp_norm"]), cfg.norm_eps)
-    gate = n @ np.asarray(layer["w_gate"], np.float64).T
-    up = n @ np.asarray(layer["w_up"], np.float64).T
+    gate_up = np.asarray(layer["w_gate_up"], np.float64)
+    gate, up = n @ gate_up[:, 0].T, n @ gate_up[:, 1].T
     silu = gate / (1 + np.exp(-gate))
     a = a + (silu * up) @ np.asarray(layer["w_down"], np.float64).T
     return a, heads["k"], heads["v"]

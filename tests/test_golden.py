@@ -31,7 +31,7 @@ from eagle_jax.config import (
     TrainConfig,
     TreeConfig,
 )
-from eagle_jax.layers import Segment
+from eagle_jax.layers import Segment, split
 from eagle_jax.train import Batch, Features
 
 ROOTS = [Path(__file__).parent / "golden"]
@@ -568,7 +568,7 @@ def pick(grads: dict[str, Any], name: str) -> np.ndarray:
     if name in ON_TOP:
         return np.asarray(grads[ON_TOP[name]])
     return np.asarray(
-        grads["layer"][IN_LAYER[name.split(".", name.count("layers.") + 1)[-1]]]
+        split(grads["layer"])[IN_LAYER[name.split(".", name.count("layers.") + 1)[-1]]]
     )
 
 

@@ -16,6 +16,7 @@ import safetensors.numpy
 
 from eagle_jax import draft, heads
 from eagle_jax.config import DraftConfig, RopeScaling, TargetConfig
+from eagle_jax.layers import merge, split
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(p.parent.name for p in GOLDEN.glob("*/head"))
@@ -119,7 +120,7 @@ def test_official_heads_load_alike_from_both_files(case: str) -> None:
 def test_the_parts_of_a_head_land_where_they_belong() -> None:
     held = safetensors.numpy.load_file(E3 / "head" / "model.safetensors")
     params = heads.load_head(E3 / "head").params
-    block, layer = "midlayer.", params["layer"]
+    block, layer = "midlayer.", split(params["layer"])
     np.testing.assert_array_equal(
         layer["embed_norm"], held[block + "input_layernorm.weight"]
     )
@@ -617,7 +618,7 @@ def test_biases_of_q_k_v_come_all_or_not_at_all(tmp_path: Path) -> None:
     head = heads.load_head(path)
     assert head.cfg.qkv_bias
     np.testing.assert_array_equal(
-        head.params["layer"]["bk"], np.arange(32).reshape(4, 8)
+        split(head.params["layer"])["bk"], np.arange(32).reshape(4, 8)
     )
     edit(path, {n: None for n in names}, qkv_bias=True)
     with pytest.raises(ValueError, match=f"missing: {names[2]}"):
@@ -755,7 +756,9 @@ def test_an_own_embedding_is_not_lost_without_a_word(tmp_path: Path) -> None:
 
 def test_parameters_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
     cfg, params = random_head()
-    params["layer"] |= {"bq": jnp.ones(4), "wq": params["layer"]["wk"]}
+    layer = split(params["layer"])
+    biases = {name: jnp.ones((2, 8)) for name in ("bq", "bk", "bv")}
+    params["layer"] = merge(layer | biases | {"wq": layer["wk"]})
     params |= {
         "fc_bias": jnp.ones(3),
         "draft_to_target": params["draft_to_target"][::-1],

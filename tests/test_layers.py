@@ -169,3 +169,25 @@ def test_rms_norm_takes_its_statistics_in_float32():
     x = np.full((64, 1, 1), 300.0)  # squares overflow float16
     out = layers.rms_norm(jnp.asarray(x, jnp.float16), jnp.ones(64, jnp.float16), 1e-5)
     np.testing.assert_allclose(out, 1.0, rtol=1e-3)
+
+
+def test_joined_matrices_keep_each_kv_head_beside_its_queries() -> None:
+    H, K, C, X, F = 6, 2, 4, 5, 3
+    shapes = {"wq": (H, C, X), "wk": (K, C, X), "wv": (K, C, X)}
+    shapes |= {"bq": (H, C), "bk": (K, C), "bv": (K, C), "norm": (X,)}
+    shapes |= {"w_gate": (F, X), "w_up": (F, X)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    block = {
+        name: jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    joined = layers.merge(block)
+    assert joined["wqkv"].shape == (K, H // K + 2, C, X)
+    np.testing.assert_array_equal(joined["wqkv"][1, 2], block["wq"][5])
+    np.testing.assert_array_equal(joined["wqkv"][1, 3], block["wk"][1])
+    np.testing.assert_array_equal(joined["bqkv"][0, 4], block["bv"][0])
+    np.testing.assert_array_equal(joined["w_gate_up"][2, 1], block["w_up"][2])
+    back = layers.split(joined)
+    assert back.keys() == block.keys()
+    for name, array in block.items():
+        np.testing.assert_array_equal(back[name], array)

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from eagle_jax import target, weights
 from eagle_jax.config import RopeScaling, TargetConfig
+from eagle_jax.layers import split
 
 CFG = TargetConfig(
     name="tiny",
@@ -55,7 +56,7 @@ def named_tensors(params, style):
     }
     out = {top[k][column]: np.array(params[k]) for k in top if k in params}
     for i, layer in enumerate(params["layers"]):
-        for key, x in layer.items():
+        for key, x in split(layer).items():
             x = np.array(x)
             if key == "wo":
                 x = x.reshape(x.shape[0], -1)
