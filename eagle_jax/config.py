@@ -78,12 +78,27 @@ def default_taps(n_layers: int) -> tuple[int, ...]:
 class DraftConfig:
     """Sizes and switches of a draft head.
 
-    head "none" decodes plainly. "eagle1" is the head of EAGLE-1 and EAGLE-2, "eagle3" that
-    of EAGLE-3. The norm switches are the published dialects (EAGLE-3.1 and speculators).
-    `vocab_size` is the draft vocabulary; `feature_size` the width of one target position.
+    The norm switches are the published dialects (EAGLE-3.1 and speculators).
+
+    Args:
+      head: "none" decodes plainly. "eagle1" is the head of EAGLE-1 and EAGLE-2, "eagle3"
+        that of EAGLE-3. "medusa" predicts tokens further ahead from one feature, "small"
+        is a language model of its own, "lookup" copies what followed the newest tokens
+        the last time.
+      inputs: eagle1 only, the study of EAGLE-1 §5.3: the feature and the token after it,
+        one of them alone, or the feature and its own ("unshifted") token.
+      feature: eagle3 only: un-normed taps, or the final-norm output as in EAGLE-1.
+      n_layers: layers of a small model; heads of Medusa.
+      ngram: lookup only: most tokens that must agree.
+      vocab_size: the draft vocabulary.
+      feature_size: width of one target position as the head reads it.
     """
 
-    head: Literal["none", "eagle1", "eagle3"] = "none"
+    head: Literal["none", "eagle1", "eagle3", "medusa", "small", "lookup"] = "none"
+    inputs: Literal["both", "token", "feature", "unshifted"] = "both"
+    feature: Literal["taps", "top"] = "taps"
+    n_layers: int = 1
+    ngram: int = 3
     vocab_size: int = 0
     d_model: int = 0
     d_mlp: int = 0
@@ -103,13 +118,26 @@ class DraftConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.head == "none":
+        if self.head in ("none", "lookup"):
             return
         _require_divides(self, "n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads)
         if self.fc_norm and self.norm_before_fc:
             raise ValueError(
                 "fc_norm and norm_before_fc exclude each other (as in speculators); set one"
             )
+
+    @property
+    def reads_top(self) -> bool:
+        """Whether the head reads the final-norm output, not the taps."""
+        return self.head != "eagle3" or self.feature == "top"
+
+    @property
+    def keeps_first_token(self) -> bool:
+        """Whether slot i of the draft holds token i, the root included.
+
+        Other heads hold the pair (feature i, token i+1) there.
+        """
+        return self.head in ("small", "lookup")
 
 
 RankPath = tuple[int, ...]
@@ -125,6 +153,9 @@ class TreeConfig:
       width: nodes expanded per level and children per expanded node. 1 makes a chain.
       depth: most drafted tokens on one path (the official `depth` argument plus one).
       n_nodes: nodes verified per step, root included. 1 is plain decoding.
+      value: expand by the confidence of the whole path; else by the last token's alone.
+      rerank: keep the most valuable nodes of all; else the expanded ones, level by level.
+        Both are on in EAGLE-2; its ablation switches them off (EAGLE-2 §5.3).
     """
 
     kind: Literal["dynamic", "static"] = "dynamic"
@@ -132,6 +163,8 @@ class TreeConfig:
     depth: int = 0
     n_nodes: int = 1
     paths: tuple[RankPath, ...] = ()
+    value: bool = True
+    rerank: bool = True
 
     def __post_init__(self) -> None:
         if self.n_nodes < 1 or self.depth < 0 or self.width < 1:
@@ -152,7 +185,9 @@ class TreeConfig:
                 f"tree needs depth < n_nodes, got depth={self.depth}, "
                 f"n_nodes={self.n_nodes}; raise n_nodes or lower depth"
             )
-        most = self.n_candidates + 1
+        most = 1 + (
+            self.n_candidates if self.rerank else self.width * max(self.depth, 1)
+        )
         if self.n_nodes > most:
             raise ValueError(
                 f"width={self.width} and depth={self.depth} give at most {most} nodes, "
@@ -250,6 +285,16 @@ class DecodeConfig:
                 f"draft.head='none'; give a head or use the tree of one node"
             )
         dynamic = self.tree.kind == "dynamic" and self.tree.n_nodes > 1
+        if self.draft.head == "lookup" and self.tree.width > 1:
+            raise ValueError(
+                f"lookup drafts a chain, got tree.width={self.tree.width}; use "
+                f"tree.chain(depth)"
+            )
+        if self.draft.head == "medusa" and self.tree.depth > self.draft.n_layers:
+            raise ValueError(
+                f"{self.draft.n_layers} Medusa heads draft at most as many tokens in a "
+                f"row, got tree.depth={self.tree.depth}; lower it"
+            )
         if self.sampling.rule == "sampled" and dynamic:
             raise ValueError(
                 "rule='sampled' needs a tree whose shape does not depend on the tokens "
@@ -282,7 +327,10 @@ class TrainConfig:
       head_from_target: start the draft's own LM head from the target's rows.
       warmup: share of the steps spent raising the learning rate; cosine decay follows.
       held_out: share of the conversations kept for evaluation.
-      min_teacher: skip positions whose target argmax is outside the draft vocabulary.
+      features: run the target in every step, or once and keep its features on disk
+        (2 bytes a number: (taps + 1) * width of them per token).
+      top_k_weight: of an extra cross-entropy with the target's ten likeliest tokens (HASS).
+      detach: stop gradients between unrolled steps (HASS).
     """
 
     supervised_tokens: int = 100_000
@@ -302,6 +350,8 @@ class TrainConfig:
     normaliser: Literal["mask", "slots"] = "mask"
     regression_weight: float = 1.0
     classification_weight: float = 0.1
+    top_k_weight: float = 0.0
+    detach: bool = False
     noise: Literal["none", "official", "uniform"] = "uniform"
     noise_width: float = 0.1
     head_from_target: bool = True
@@ -309,6 +359,7 @@ class TrainConfig:
     held_out: float = 0.03
     evaluate_every: int = 100
     checkpoint_every: int = 25
+    features: Literal["online", "stored"] = "online"
     dtype: str = "float32"
 
     def __post_init__(self) -> None:

@@ -83,19 +83,27 @@ class Event(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Token ids of a conversation; `mask` marks the tokens the assistant emits."""
+    """Token ids of a conversation; `mask` marks the tokens the assistant emits.
+
+    `start` is the place of the first token if all samples stood in one line.
+    """
 
     tokens: Int32[np.ndarray, "T"]
     mask: Bool[np.ndarray, "T"]
+    start: int = 0
 
 
 class Packed(NamedTuple):
-    """Rows of whole conversations; see the picture at the top of this file."""
+    """Rows of whole conversations; see the picture at the top of this file.
+
+    `source` counts from the samples' `start`: which token of all this one is.
+    """
 
     tokens: Int32[np.ndarray, "B T"]
     segments: Int32[np.ndarray, "B T"]
     positions: Int32[np.ndarray, "B T"]
     mask: Bool[np.ndarray, "B T"]
+    source: Int32[np.ndarray, "B T"]
 
 
 class Question(NamedTuple):
@@ -366,7 +374,7 @@ def load_samples(
       ValueError: a bad file or template, or no supervised token in all files together.
     """
     end_of_turn(text)  # a template that fits no row is told at once
-    samples, events = [], []
+    samples, events, start = [], [], 0
     for path in paths:
         conversations, read_events = _read(path)
         events += read_events
@@ -378,7 +386,9 @@ def load_samples(
                 continue
             sample, reason = _fit(sample, row_length, long_samples)
             is_skip = not sample.mask.any()
-            samples += [] if is_skip else [sample]
+            if not is_skip:
+                samples.append(sample._replace(start=start))
+                start += len(sample.tokens)
             events += [Event(conversation.where, reason, is_skip)] if reason else []
     report = _report(len(samples), events)
     if not samples:
@@ -463,7 +473,7 @@ def _fill(
     samples: Sequence[Sample], rows: Sequence[list[int]], row_length: int
 ) -> Packed:
     shape = (len(rows), row_length)
-    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    tokens, segments, positions, source = (np.zeros(shape, np.int32) for _ in range(4))
     mask = np.zeros(shape, bool)
     for row, members in enumerate(rows):
         start = 0
@@ -473,8 +483,16 @@ def _fill(
             mask[row, start:stop] = samples[i].mask
             segments[row, start:stop] = number
             positions[row, start:stop] = np.arange(stop - start)
+            source[row, start:stop] = samples[i].start + np.arange(stop - start)
             start = stop
-    return Packed(tokens, segments, positions, mask)
+    return Packed(tokens, segments, positions, mask, source)
+
+
+def rows_of(packed: Packed, start: int, rows: int) -> Packed:
+    """Cuts `rows` rows out, filled up with empty ones: a compiled shape stays."""
+    cut = [array[start : start + rows] for array in packed]
+    missing = rows - len(cut[0])
+    return Packed(*(np.pad(array, ((0, missing), (0, 0))) for array in cut))
 
 
 def batches(

@@ -94,13 +94,11 @@ def prefill(
     root = jnp.where(ends, sampled[:, 0], state.root)
     draft_state = state.draft
     if cfg.draft.head != "none":
+        after = jnp.where(following < 0, sampled, following)
+        fed, n_fed = draft.fed(draft_state, tokens, after, count, cfg.draft)
+        features = draft.features(out, cfg.draft)
         draft_state = draft.extend(
-            params["draft"],
-            draft_state,
-            jnp.where(following < 0, sampled, following),
-            draft.features(out, cfg.draft),
-            count,
-            cfg.draft,
+            params["draft"], draft_state, fed, features, n_fed, cfg.draft
         )
     return DecodeState(
         root=root,
@@ -166,8 +164,10 @@ def step(
         with jax.named_scope("extend"):
             features = draft.features(out, cfg.draft)
             features = jnp.take_along_axis(features, verdict.path[None], axis=2)
+            own = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
+            fed, n_fed = draft.fed(draft_state, own, tokens, n_emitted, cfg.draft)
             draft_state = draft.extend(
-                params["draft"], draft_state, tokens, features, n_emitted, cfg.draft
+                params["draft"], draft_state, fed, features, n_fed, cfg.draft
             )
     state = DecodeState(
         root=jnp.where(live, verdict.next_token, state.root),

@@ -1,11 +1,15 @@
-"""Draft heads of EAGLE-1/2 and EAGLE-3, and the growth of trees from them.
+"""Draft heads of EAGLE-1/2 and EAGLE-3 and of the baselines, and trees grown from them.
 
 Slot i of the draft's cache holds the pair (feature i, token i+1) at rotary position i; so
 the cache is as long as the target's. `extend` appends pairs of true target features, in
 prefill and after every verification alike. `propose` grows a tree below the root from the
 head's own outputs; the keys and values of drafted nodes live in scratch and are dropped.
+
+The baselines fit the same two calls: a small language model has several layers and holds
+token i in slot i, prompt lookup keeps the tokens themselves, Medusa the newest feature.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,11 +40,13 @@ from eagle_jax.tree import Tree
 class DraftState(NamedTuple):
     """The draft's cache and its output at the last committed slot.
 
-    `hidden` predicts the children of the root. Without a head both have no size.
+    `hidden` predicts the children of the root (Medusa: the target's newest feature).
+    `history` holds the tokens for prompt lookup. What a head has no use for has no size.
     """
 
     cache: KVCache
     hidden: Float[Array, "D B"]
+    history: Int[Array, "B S"]
 
 
 def init(key: Array, cfg: DraftConfig, target: TargetConfig) -> Params:
@@ -51,8 +57,26 @@ def init(key: Array, cfg: DraftConfig, target: TargetConfig) -> Params:
 
     D, F, H = cfg.d_model, cfg.d_mlp, cfg.n_heads
     K, C = cfg.n_kv_heads, cfg.head_dim
-    keys = jax.random.split(key, 9)
     ones = jnp.ones(D, cfg.dtype)
+    if cfg.head in ("none", "lookup"):
+        return {}
+    if cfg.head == "medusa":  # the residual blocks start as the identity
+        n, U = cfg.n_layers, cfg.vocab_size
+        return {
+            "block": jnp.zeros((n, D, D), cfg.dtype),
+            "block_bias": jnp.zeros((n, D), cfg.dtype),
+            "head": normal(key, n, U, D),
+        }
+    if cfg.head == "small":
+        head_key, *layer_keys = jax.random.split(key, 1 + cfg.n_layers)
+        one = dataclasses.replace(cfg, head="eagle1")  # its block has the same shapes
+        blocks = [init(layer_key, one, target)["layer"] for layer_key in layer_keys]
+        return {
+            "layers": [block | {"attn_norm": ones} for block in blocks],
+            "norm": ones,
+            "head": normal(head_key, cfg.vocab_size, D),
+        }
+    keys = jax.random.split(key, 9)
     wide = D if cfg.head == "eagle1" else 2 * D
     layer = {
         "wq": normal(keys[0], H, C, wide),
@@ -71,7 +95,9 @@ def init(key: Array, cfg: DraftConfig, target: TargetConfig) -> Params:
             "bv": jnp.zeros((K, C), cfg.dtype),
         }
     if cfg.head == "eagle1":
-        params: Params = {"fc": normal(keys[7], D, 2 * D), "layer": merge(layer)}
+        n_inputs = 1 if cfg.inputs in ("token", "feature") else 2
+        fc = normal(keys[7], D, n_inputs * D)
+        params: Params = {"fc": fc, "layer": merge(layer)}
         if cfg.fc_bias:
             params["fc_bias"] = jnp.zeros(D, cfg.dtype)
         return params
@@ -115,14 +141,14 @@ def trainable(params: Params, cfg: DraftConfig) -> Params:
 
 def features(out: TargetOutput, cfg: DraftConfig) -> Float[Array, "E B T"]:
     """Picks what this head reads: the final-norm output, or the taps (EAGLE-3 §3.1)."""
-    return out.top if cfg.head == "eagle1" else out.taps
+    return out.top if cfg.reads_top else out.taps
 
 
 def fuse(
     params: Params, features: Float[Array, "E B T"], cfg: DraftConfig
 ) -> Float[Array, "D B T"]:
     """Brings target features to the draft's width (EAGLE cnets.py:639)."""
-    if cfg.head == "eagle1":
+    if cfg.head != "eagle3":
         return features
     if cfg.norm_before_fc:
         features = rms_norm(features, params["input_norm"], cfg.norm_eps)
@@ -160,7 +186,8 @@ def begin(
     e = params["embed"][tokens].transpose(2, 0, 1).astype(hidden.dtype)
     layer = params["layer"]
     if cfg.head == "eagle1":
-        residual = linear(params["fc"], jnp.concatenate([e, hidden]))
+        parts = {"token": [e], "feature": [hidden]}.get(cfg.inputs, [e, hidden])
+        residual = linear(params["fc"], jnp.concatenate(parts))
         if "fc_bias" in params:
             residual = residual + params["fc_bias"][:, None, None]
         normed = residual
@@ -185,11 +212,53 @@ def finish(
     return attend_and_mlp(layer, block.residual, block.q, segments, cfg.norm_eps, own)
 
 
+def run(
+    params: Params,
+    tokens: Int[Array, "B T"],
+    hidden: Float[Array, "D B T"],
+    positions: Int[Array, "B T"],
+    look: Callable[[int, KV], tuple[Segment, ...]],
+    cfg: DraftConfig,
+) -> tuple[Float[Array, "D B T"], tuple[KV, ...]]:
+    """Runs all layers of the draft, one in EAGLE heads; returns the new keys and values.
+
+    Args:
+      look: gives the segments that queries of layer i look at, its new keys known.
+    """
+    if cfg.head == "medusa":  # every level looks ahead from the same feature
+        return hidden, ()
+    if cfg.head != "small":
+        block = begin(params, tokens, hidden, positions, cfg)
+        return finish(params, block, look(0, block.kv), cfg), (block.kv,)
+    x = params["embed"][tokens].transpose(2, 0, 1).astype(cfg.dtype)
+    speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
+    new = []
+    for i, layer in enumerate(params["layers"]):
+        normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
+        q, kv = project(layer, normed, positions, speed, cfg.norm_eps)
+        x = attend_and_mlp(layer, x, q, look(i, kv), cfg.norm_eps)
+        new.append(kv)
+    return x, tuple(new)
+
+
+def look_ahead(
+    params: Params, feature: Float[Array, "D T"], cfg: DraftConfig
+) -> Float[Array, "D I T"]:
+    """Medusa: what each head makes of a feature, x + silu(W x + b) (medusa_model.py:43)."""
+    blocks = linear(params["block"], feature[:, None])[:, :, 0]
+    blocks = jax.nn.silu(blocks + params["block_bias"][..., None])
+    return feature[:, None] + blocks.transpose(1, 0, 2)
+
+
 def logits(
     params: Params, out: Float[Array, "D B T"], cfg: DraftConfig
 ) -> Float[Array, "U B T"]:
-    """Scores the draft vocabulary, in float32."""
-    if cfg.head == "eagle3":
+    """Scores the draft vocabulary, in float32. Medusa: B stands for its heads."""
+    if cfg.head == "medusa":
+        precision = "highest" if out.dtype == jnp.float32 else None
+        scores = jnp.einsum("IUD,DIT->UIT", params["head"], out, precision=precision)
+        return scores.astype(jnp.float32)
+    if cfg.head in ("eagle3", "small"):
         out = rms_norm(out, params["norm"], cfg.norm_eps)
     return linear(params["head"], out).astype(jnp.float32)
 
@@ -205,9 +274,15 @@ def feed_back(
 
 def empty(cfg: DraftConfig, rows: int, slots: int) -> DraftState:
     """Returns the state before any token."""
-    layers = 0 if cfg.head == "none" else 1
+    layers = {"small": cfg.n_layers, "eagle1": 1, "eagle3": 1}.get(cfg.head, 0)
+    # The root takes a slot more, and a padded chunk of a prompt one more again.
+    slots += 2 * cfg.keeps_first_token
     cache = cache_lib.init(layers, rows, cfg.n_kv_heads, cfg.head_dim, slots, cfg.dtype)
-    return DraftState(cache, jnp.zeros((cfg.d_model, rows), cfg.dtype))
+    return DraftState(
+        cache=cache,
+        hidden=jnp.zeros((cfg.d_model, rows), cfg.dtype),
+        history=jnp.zeros((rows, slots if cfg.head == "lookup" else 0), jnp.int32),
+    )
 
 
 def extend(
@@ -221,25 +296,61 @@ def extend(
     """Appends pairs (feature i, token i+1) with true target features.
 
     Args:
-      tokens: at each slot the token *after* the feature's own.
+      tokens: at each slot the token *after* the feature's own; see `fed`.
       count: pairs that are real in each row, the rest is padding; 0 leaves a row alone.
     """
     cache = state.cache
     n_new = tokens.shape[1]
+    last = jnp.maximum(count - 1, 0)
+    if cfg.head in ("lookup", "medusa"):
+        hidden, history = state.hidden, state.history
+        if cfg.head == "lookup":
+            history = jax.vmap(
+                lambda row, new, n: jax.lax.dynamic_update_slice(row, new, (n,))
+            )(history, tokens, cache.length)
+        else:
+            newest = jnp.take_along_axis(features, last[None, :, None], axis=2)[..., 0]
+            hidden = jnp.where(count[None] > 0, newest, hidden).astype(cfg.dtype)
+        cache = cache._replace(length=cache.length + count)
+        return DraftState(cache, hidden, history)
     positions = cache.length[:, None] + jnp.arange(n_new)[None]
     hidden = fuse(params, features.astype(cfg.dtype), cfg)
-    block = begin(params, tokens, hidden, positions, cfg)
     causal = jnp.tril(jnp.ones((n_new, n_new), bool))
     mask = jnp.broadcast_to(causal, (tokens.shape[0], n_new, n_new))
     past = cache_lib.committed(cache, n_new)
-    segments = (Segment(cache.k[0], cache.v[0], past), Segment(*block.kv, mask))
-    out = finish(params, block, segments, cfg)
-    last = jnp.maximum(count - 1, 0)
+
+    def look(i: int, kv: KV) -> tuple[Segment, ...]:
+        return Segment(cache.k[i], cache.v[i], past), Segment(*kv, mask)
+
+    out, new = run(params, tokens, hidden, positions, look, cfg)
     newest = jnp.take_along_axis(out, last[None, :, None], axis=2)[..., 0]
     return DraftState(
-        cache=cache_lib.append(cache, (block.kv,), count),
+        cache=cache_lib.append(cache, new, count),
         hidden=jnp.where(count[None] > 0, newest, state.hidden),
+        history=state.history,
     )
+
+
+def fed(
+    state: DraftState,
+    own: Int[Array, "B T"],
+    following: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    cfg: DraftConfig,
+) -> tuple[Int[Array, "B X"], Int[Array, " B"]]:
+    """Returns the tokens that `extend` appends beside T features, and how many.
+
+    The token after each feature's own; "unshifted" heads read its own. A head that holds
+    token i in slot i needs the first token of all as well.
+    """
+    if cfg.inputs == "unshifted":
+        return own, count
+    if not cfg.keeps_first_token:
+        return following, count
+    at_start = (state.cache.length == 0) & (count > 0)
+    with_first = jnp.concatenate([own[:, :1], following], axis=1)
+    without = jnp.pad(following, ((0, 0), (0, 1)))
+    return jnp.where(at_start[:, None], with_first, without), count + at_start
 
 
 def propose(
@@ -252,14 +363,16 @@ def propose(
     """Drafts a tree below the root."""
     if tree.n_nodes == 1:
         return tree_lib.root_only(root)
+    if cfg.head == "lookup":
+        return _look_up(state, root, cfg, tree)
     _check_width(cfg, tree)
     if tree.kind == "static":
 
-        def likeliest(out: Array, width: int) -> tuple[Array, Array]:
-            return _best_children(params, out, cfg, width)
+        def likeliest(out: Array, width: int, level: int) -> tuple[Array, Array]:
+            return _best_children(params, out, cfg, width, level)
 
         return _propose_static(params, state, root, cfg, tree, likeliest)
-    return rerank(grow(params, state, cfg, tree), root, tree)
+    return rerank(grow(params, state, root, cfg, tree), root, tree)
 
 
 def propose_drawn(
@@ -288,11 +401,13 @@ def propose_drawn(
     _check_width(cfg, tree)
     laws: list[Array] = []
 
-    def drawn(out: Array, width: int) -> tuple[Array, Array]:
+    def drawn(out: Array, width: int, level: int) -> tuple[Array, Array]:
         scores = logits(params, out, cfg) / max(temperature, 1e-6)
         log_q = jax.nn.log_softmax(scores, axis=0).transpose(1, 2, 0)
-        level = jax.vmap(jax.random.fold_in, (0, None))(keys, len(laws))
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, log_q.shape[1:]))(level)
+        level_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, level)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, log_q.shape[1:]))(
+            level_keys
+        )
         _, index = jax.lax.top_k(log_q + noise, width)
         laws.append(log_q)
         return to_target(params, index), jnp.take_along_axis(log_q, index, axis=-1)
@@ -317,28 +432,35 @@ class Candidates(NamedTuple):
     """All nodes a dynamic tree may keep, level by level (EAGLE cnets.py:719-780).
 
     Level 1 has W candidates, every later level W*W: in the order of their parents (best
-    first) and then of rank. `parents` are candidate numbers, -1 for the root.
+    first) and then of rank. `parents` are candidate numbers, -1 for the root. `place` is
+    that among the W nodes of a level chosen to be expanded, W if not chosen.
     """
 
     tokens: Int[Array, "B X"]
     parents: Int[Array, "B X"]
     log_q: Float[Array, "B X"]
     log_value: Float[Array, "B X"]
+    place: Int[Array, "B X"]
 
 
 class _Frontier(NamedTuple):
     """Nodes about to be expanded: scan carry of `grow`."""
 
     tokens: Int[Array, "B W"]
+    above: Int[Array, "B W"]  # token of each node's parent
     hidden: Float[Array, "D B W"]
     log_value: Float[Array, "B W"]
     number: Int[Array, "B W"]  # candidate number
     visible: Bool[Array, "B W S"]  # scratch slots each may attend to
-    scratch: KV
+    scratch: tuple[KV, ...]
 
 
 def grow(
-    params: Params, state: DraftState, cfg: DraftConfig, tree: TreeConfig
+    params: Params,
+    state: DraftState,
+    root: Int[Array, " B"],
+    cfg: DraftConfig,
+    tree: TreeConfig,
 ) -> Candidates:
     """Expands the W most probable nodes of every level (EAGLE-2 §4.1).
 
@@ -347,62 +469,72 @@ def grow(
     """
     B, W = state.hidden.shape[1], tree.width
     n_levels = tree.depth - 1  # levels below the first
-    tokens, log_q = _best_children(params, state.hidden[:, :, None], cfg, W)
+    tokens, log_q = _best_children(params, state.hidden[:, :, None], cfg, W, 0)
     first = Candidates(
         tokens=tokens[:, 0],
         parents=jnp.full((B, W), -1, jnp.int32),
         log_q=log_q[:, 0],
         log_value=log_q[:, 0],
+        place=jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (B, W)),
     )
     if n_levels == 0:
         return first
     shape = (B, cfg.n_kv_heads, cfg.head_dim, n_levels * W)
     hidden = feed_back(params, state.hidden[:, :, None], cfg)
+    nothing = KV(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
     frontier = _Frontier(
         tokens=first.tokens,
+        above=jnp.broadcast_to(root[:, None], (B, W)),
         hidden=jnp.broadcast_to(hidden, (hidden.shape[0], B, W)),
         log_value=first.log_value,
         number=jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (B, W)),
         visible=jnp.zeros((B, W, n_levels * W), bool),
-        scratch=KV(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)),
+        scratch=(nothing,) * len(state.cache.k),
     )
     cache = state.cache
     past = cache_lib.committed(cache, W)
 
     def level(at: _Frontier, i: Array) -> tuple[_Frontier, Candidates]:
         positions = jnp.broadcast_to((cache.length + i)[:, None], (B, W))
-        block = begin(params, at.tokens, at.hidden, positions, cfg)
-        scratch = KV(
-            *(
-                jax.lax.dynamic_update_slice(old, new, (0, 0, 0, i * W))
-                for old, new in zip(at.scratch, block.kv, strict=True)
-            )
-        )
         own = jnp.arange(n_levels * W)[None] == (i * W + jnp.arange(W))[:, None]
         visible = at.visible | own[None]
-        segments = (
-            Segment(cache.k[0], cache.v[0], past),
-            Segment(*scratch, visible),
-        )
-        out = finish(params, block, segments, cfg)
-        tokens, log_q = _best_children(params, out, cfg, W)
+        scratch = list(at.scratch)
+
+        def look(j: int, kv: KV) -> tuple[Segment, ...]:
+            scratch[j] = KV(
+                *(
+                    jax.lax.dynamic_update_slice(old, new, (0, 0, 0, i * W))
+                    for old, new in zip(scratch[j], kv, strict=True)
+                )
+            )
+            drafted = Segment(*scratch[j], visible)
+            return Segment(cache.k[j], cache.v[j], past), drafted
+
+        tokens = at.above if cfg.inputs == "unshifted" else at.tokens
+        out, _ = run(params, tokens, at.hidden, positions, look, cfg)
+        tokens, log_q = _best_children(params, out, cfg, W, i + 1)
+        log_value = (at.log_value[:, :, None] + log_q).reshape(B, W * W)
+        tokens, log_q = tokens.reshape(B, W * W), log_q.reshape(B, W * W)
+        _, best = jax.lax.top_k(log_value if tree.value else log_q, W)
+        place = jnp.full((B, W * W), W, jnp.int32)
         children = Candidates(
-            tokens=tokens.reshape(B, W * W),
+            tokens=tokens,
             parents=jnp.repeat(at.number, W, axis=1),
-            log_q=log_q.reshape(B, W * W),
-            log_value=(at.log_value[:, :, None] + log_q).reshape(B, W * W),
+            log_q=log_q,
+            log_value=log_value,
+            place=place.at[jnp.arange(B)[:, None], best].set(jnp.arange(W)),
         )
-        value, best = jax.lax.top_k(children.log_value, W)
         parent = best // W
         following = _Frontier(
-            tokens=jnp.take_along_axis(children.tokens, best, axis=1),
+            tokens=jnp.take_along_axis(tokens, best, axis=1),
+            above=jnp.take_along_axis(at.tokens, parent, axis=1),
             hidden=jnp.take_along_axis(
                 feed_back(params, out, cfg), parent[None], axis=2
             ),
-            log_value=value,
+            log_value=jnp.take_along_axis(log_value, best, axis=1),
             number=(W + i * W * W + best).astype(jnp.int32),
             visible=jnp.take_along_axis(visible, parent[:, :, None], axis=1),
-            scratch=scratch,
+            scratch=tuple(scratch),
         )
         return following, children
 
@@ -416,10 +548,24 @@ def grow(
 
 
 def _best_children(
-    params: Params, out: Float[Array, "D B T"], cfg: DraftConfig, width: int
+    params: Params,
+    out: Float[Array, "D B T"],
+    cfg: DraftConfig,
+    width: int,
+    level: int | Int[Array, ""],
 ) -> tuple[Int[Array, "B T W"], Float[Array, "B T W"]]:
-    """Returns target ids and log-probabilities of the likeliest next tokens, best first."""
-    scores = logits(params, out, cfg)
+    """Returns target ids and log-probabilities of the likeliest next tokens, best first.
+
+    Args:
+      level: levels between the root and `out`; picks the head of Medusa.
+    """
+    if cfg.head == "medusa":
+        parts = ("block", "block_bias", "head")
+        one = {name: params[name][level][None] for name in parts}
+        ahead = look_ahead(one, out.reshape(out.shape[0], -1), cfg)
+        scores = logits(one, ahead, cfg).reshape(-1, *out.shape[1:])
+    else:
+        scores = logits(params, out, cfg)
     normaliser = jax.nn.logsumexp(scores, axis=0)
     best, index = jax.lax.top_k(scores.transpose(1, 2, 0), width)
     return to_target(params, index), best - normaliser[..., None]
@@ -440,7 +586,13 @@ def rerank(candidates: Candidates, root: Int[Array, " B"], tree: TreeConfig) -> 
     code has no tie rule and can lose a parent (official-quirks.md 6).
     """
     B, W = root.shape[0], tree.width
-    _, kept = jax.lax.top_k(candidates.log_value, tree.n_nodes - 1)
+    worth = candidates.log_value
+    if not tree.rerank:  # the expanded nodes, level by level
+        number = jnp.arange(worth.shape[1])
+        level = jnp.where(number < W, 0, 1 + (number - W) // (W * W))
+        order = -(level * W + candidates.place).astype(jnp.float32)
+        worth = jnp.where(candidates.place < W, order, -jnp.inf)
+    _, kept = jax.lax.top_k(worth, tree.n_nodes - 1)
     kept = jnp.sort(kept, axis=1)
     chosen = Candidates(*(jnp.take_along_axis(a, kept, axis=1) for a in candidates))
     below = kept[:, None, :] < chosen.parents[:, :, None]
@@ -461,12 +613,13 @@ def _propose_static(
     root: Int[Array, " B"],
     cfg: DraftConfig,
     tree: TreeConfig,
-    choose: Callable[[Array, int], tuple[Array, Array]],
+    choose: Callable[[Array, int, int], tuple[Array, Array]],
 ) -> Tree:
     """Drafts a fixed tree of ranks, one pass per level over the nodes with children.
 
     Args:
-      choose: gives the first `width` children, and their log q, below outputs [D, B, T].
+      choose: gives the first `width` children, and their log q, below outputs [D, B, T]
+        of nodes of one depth.
     """
     B = root.shape[0]
     parents = tree_lib.static_parents(tree.paths)
@@ -478,7 +631,7 @@ def _propose_static(
     tokens = jnp.zeros((B, tree.n_nodes), jnp.int32).at[:, 0].set(root)
     log_q = jnp.zeros((B, tree.n_nodes), jnp.float32)
     cache = state.cache
-    segments: list[tuple[KV, np.ndarray]] = []
+    levels: list[tuple[list[KV], np.ndarray]] = []
     expanded = np.array([0])  # the root's children come from the last committed output
     out = state.hidden[:, :, None]
     for depth in range(1, tree.depth + 1):
@@ -489,21 +642,28 @@ def _propose_static(
             positions = jnp.broadcast_to(
                 (cache.length + depth - 2)[:, None], (B, len(inner))
             )
-            block = begin(params, tokens[:, inner], hidden, positions, cfg)
-            segments.append((block.kv, inner))
             past = cache_lib.committed(cache, len(inner))
-            shape = (B, len(inner))
-            drafted = tuple(
-                Segment(
-                    *kv, jnp.broadcast_to(ancestors[inner][:, at], (*shape, len(at)))
+            levels.append(([], inner))
+
+            def look(
+                i: int, kv: KV, past: Array = past, inner: np.ndarray = inner
+            ) -> tuple[Segment, ...]:
+                levels[-1][0].append(kv)
+                shape = (B, len(inner))
+                drafted = (
+                    Segment(
+                        *kvs[i],
+                        jnp.broadcast_to(ancestors[inner][:, at], (*shape, len(at))),
+                    )
+                    for kvs, at in levels
                 )
-                for kv, at in segments
-            )
-            committed = Segment(cache.k[0], cache.v[0], past)
-            out = finish(params, block, (committed, *drafted), cfg)
+                return Segment(cache.k[i], cache.v[i], past), *drafted
+
+            read = parents[inner] if cfg.inputs == "unshifted" else inner
+            out, _ = run(params, tokens[:, read], hidden, positions, look, cfg)
             expanded = inner
         width = int(ranks[depths == depth].max()) + 1
-        best, best_log_q = choose(out, width)
+        best, best_log_q = choose(out, width, depth - 1)
         nodes = np.flatnonzero(depths == depth)
         at = np.searchsorted(expanded, parents[nodes])
         tokens = tokens.at[:, nodes].set(best[:, at, ranks[nodes]])
@@ -514,4 +674,44 @@ def _propose_static(
         parents=jnp.broadcast_to(jnp.asarray(parents), rows),
         depths=jnp.broadcast_to(jnp.asarray(depths, jnp.int32), rows),
         log_q=log_q,
+    )
+
+
+def _look_up(
+    state: DraftState, root: Int[Array, " B"], cfg: DraftConfig, tree: TreeConfig
+) -> Tree:
+    """Drafts what followed the newest tokens the first time they occurred.
+
+    The longest suffix of up to `ngram` tokens that occurred before decides, and of its
+    occurrences the earliest with enough tokens behind it (prompt lookup decoding). Without
+    one the root is drafted again and again: some token must stand there.
+    """
+    B, depth = root.shape[0], tree.depth
+    history, length = state.history, state.cache.length[:, None]
+    S = history.shape[1]
+    slot = jnp.arange(S)[None]
+
+    def back(n: int) -> Array:
+        """Token n before the newest one (0: itself)."""
+        return jnp.take_along_axis(history, jnp.maximum(length - 1 - n, 0), axis=1)
+
+    # `agrees` marks slots whose last n tokens are the newest n.
+    agrees = jnp.ones((B, S), bool)
+    start = jnp.full((B, 1), -1)  # slot of the first token to copy
+    for n in range(1, cfg.ngram + 1):
+        shifted = jnp.pad(history, ((0, 0), (n - 1, 0)))[:, :S]
+        agrees = agrees & (shifted == back(n - 1)) & (slot >= n - 1)
+        usable = agrees & (slot + depth < length) & (length > n)
+        first = jnp.argmax(usable, axis=1, keepdims=True)
+        start = jnp.where(usable.any(axis=1, keepdims=True), first + 1, start)
+    copied = jnp.take_along_axis(
+        history, jnp.clip(start + jnp.arange(depth)[None], 0, S - 1), axis=1
+    )
+    below = jnp.where(start < 0, root[:, None], copied)
+    rows = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (B, depth + 1))
+    return Tree(
+        tokens=jnp.concatenate([root[:, None], below], axis=1),
+        parents=jnp.maximum(rows - 1, 0),
+        depths=rows,
+        log_q=jnp.zeros((B, depth + 1), jnp.float32),
     )

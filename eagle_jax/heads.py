@@ -9,6 +9,7 @@ if its own reader would misread it.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
@@ -16,17 +17,19 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
 
-from eagle_jax import layers, torchfile
+from eagle_jax import draft, layers, torchfile
 from eagle_jax.config import DraftConfig, RopeScaling, TargetConfig
 from eagle_jax.layers import Params
 
-Dialect = Literal["official", "sglang", "speculators"]
+Dialect = Literal["official", "sglang", "speculators", "own"]
 LAYOUTS = {"official": "midlayer", "sglang": "midlayer", "speculators": "speculators"}
+LAYOUTS |= {"own": "own"}  # for variants that none of the others can express
 READERS = ("official", "sglang", "sglang-jax", "vllm", "speculators", "tpu-inference")
 FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -118,6 +121,8 @@ def load_head(
       ValueError: unreadable, or tensors missing, unknown or misshaped; lists all.
     """
     file, config = _open(Path(path))
+    if (config.get("eagle_jax") or {}).get("draft") is not None:
+        return _load_own(file, config, target, dtype)
     notes: list[str] = []
     try:
         tensors = _rename(_read(file), notes)
@@ -156,6 +161,92 @@ def load_head(
     listing = {name: (str(t.dtype), t.shape) for name, t in tensors.items()}
     meta = config.get("eagle_jax", {})
     return Head(cfg, params, taps, notes, meta, layout, listing, config)
+
+
+def is_official(cfg: DraftConfig, target: TargetConfig) -> bool:
+    """Tells whether a published layout can express this kind of head."""
+    if cfg.head == "eagle3":
+        return cfg.feature == "taps"
+    is_whole = cfg.vocab_size == target.vocab_size
+    return cfg.head == "eagle1" and cfg.inputs == "both" and is_whole
+
+
+def head_hash(head: str | Path) -> str:
+    """Names the weights of a head: its .safetensors file, else all files there."""
+    head = Path(head)
+    files = [head] if head.is_file() else sorted(head.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for file in files or sorted(path for path in head.iterdir() if path.is_file()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _load_own(
+    file: Path, config: dict[str, Any], target: TargetConfig | None, dtype: str
+) -> Head:
+    """Reads what `save_head` writes for heads that no published layout can express."""
+    meta = config["eagle_jax"]
+    try:
+        fields = dict(meta["draft"])
+        if fields.get("rope_scaling"):
+            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+        cfg = DraftConfig(**fields)
+        like = target or TargetConfig(**meta["target"] | {"taps": tuple(meta["taps"])})
+        wanted = jax.eval_shape(
+            lambda key: draft.init(key, cfg, like), jax.random.key(0)
+        )
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{file.parent}/config.json: {error!r}") from error
+    tensors = _read(file)
+    ids = tensors.get("draft_to_target")
+    faults = []
+    if target is not None and meta.get("target", {}).get("d_model") != target.d_model:
+        faults.append(f"made for another target: {meta.get('target')}")
+    leaves, tree = jax.tree.flatten_with_path(wanted)
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves
+    ]
+    for name, (_, leaf) in zip(names, leaves, strict=True):
+        shape = tensors[name].shape if name in tensors else None
+        if shape != leaf.shape:
+            faults.append(f"{name} is {shape}, expected {leaf.shape}")
+    unknown = sorted(tensors.keys() - {*names, "draft_to_target"})
+    faults += [f"unknown: {name}" for name in unknown]
+    if ids is None or ids.shape != (cfg.vocab_size,) or np.any(np.diff(ids) <= 0):
+        faults.append(f"draft_to_target must be {cfg.vocab_size} ascending ids")
+    if faults:
+        raise ValueError("\n  ".join([f"{file}: head cannot be loaded", *faults]))
+    arrays = [jnp.asarray(tensors[name].astype(jnp.dtype(dtype))) for name in names]
+    params = jax.tree.unflatten(tree, arrays)
+    params["draft_to_target"] = jnp.asarray(np.asarray(ids, np.int32))
+    listing = {name: (str(t.dtype), t.shape) for name, t in tensors.items()}
+    cfg = dataclasses.replace(cfg, dtype=dtype)
+    return Head(cfg, params, tuple(meta["taps"]), [], meta, "own", listing, config)
+
+
+def _save_own(
+    path: Path,
+    cfg: DraftConfig,
+    params: Params,
+    taps: tuple[int, ...],
+    dtype: str,
+    meta: dict[str, Any],
+    target: TargetConfig,
+    overwrite: bool,
+) -> None:
+    wanted = jax.eval_shape(lambda key: draft.init(key, cfg, target), jax.random.key(0))
+    own = {name: params[name] for name in wanted}
+    tensors = {
+        jax.tree_util.keystr(place, simple=True, separator="."): np.asarray(
+            leaf, jnp.dtype(dtype)
+        )
+        for place, leaf in jax.tree.leaves_with_path(own)
+    }
+    tensors["draft_to_target"] = np.asarray(params["draft_to_target"], np.int64)
+    same = {f.name: getattr(target, f.name) for f in dataclasses.fields(target)}
+    record = meta | {"draft": dataclasses.asdict(cfg), "taps": list(taps)}
+    record["target"] = {n: v for n, v in same.items() if type(v) in (int, float, str)}
+    _write(path, {"eagle_jax": record, "torch_dtype": dtype}, tensors, overwrite)
 
 
 def _open(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -587,6 +678,19 @@ def save_head(
         raise ValueError(f"no dialect {dialect!r} of {dtype!r}; known: {list(LAYOUTS)}")
     if cfg.head == "none" or cfg.vocab_size < 1:
         raise ValueError("there is no head to export in this DraftConfig")
+    if dialect == "own":
+        taps = tuple(taps or target.taps)
+        _save_own(Path(path), cfg, params, taps, dtype, meta, target, overwrite)
+        return []
+    if (
+        cfg.head not in ("eagle1", "eagle3")
+        or cfg.inputs != "both"
+        or (cfg.head == "eagle3" and cfg.feature == "top")
+    ):
+        raise ValueError(
+            f"no published layout expresses this head (head={cfg.head}, inputs="
+            f"{cfg.inputs}, feature={cfg.feature}); keep it as it is"
+        )
     eagle3 = cfg.head == "eagle3"
     layout = LAYOUTS[dialect] if eagle3 else "eagle1"
     # A guess stays marked as one when it is exported again.

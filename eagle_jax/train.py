@@ -98,20 +98,34 @@ def unroll(
     read: Float[Array, "E B T"],
     cfg: DraftConfig,
     steps: int,
+    detach: bool = False,
 ) -> list[Float[Array, "D B T"]]:
     """Runs the head on its own outputs: training-time test (EAGLE-3 §3.2).
 
     Tokens are the data's at every step. In step i, slot t sees the step-0 keys of slots
     up to t, made from true features, and its own keys of steps 1 to i; its rotary
-    position is t + i. Gradients flow through all steps (traineagle3/cnets.py:713-864).
+    position is t + i. Gradients flow through all steps (traineagle3/cnets.py:713-864)
+    unless `detach`ed. Medusa: what each of its heads says instead. A small model reads
+    tokens alone and takes one step.
     """
     hidden = draft.fuse(params, read, cfg)
     mask = packed_mask(batch)
+    if cfg.head == "medusa":
+        D, B, T = hidden.shape
+        ahead = draft.look_ahead(params, hidden.reshape(D, -1), cfg)
+        return [ahead[:, i].reshape(D, B, T) for i in range(steps)]
+    if cfg.head == "small":
+
+        def look(_: int, kv: KV) -> tuple[Segment, ...]:
+            return (Segment(*kv, mask),)
+
+        return [draft.run(params, batch.tokens, hidden, batch.positions, look, cfg)[0]]
+    lead = 0 if cfg.inputs == "unshifted" else 1
     outs: list[Array] = []
     first: Segment | None = None
     own: tuple[KV, ...] = ()
     for i in range(steps):
-        tokens = _shift(batch.tokens, i + 1)
+        tokens = _shift(batch.tokens, i + lead)
         block = draft.begin(params, tokens, hidden, batch.positions + i, cfg)
         if first is None:
             first = Segment(*block.kv, mask)
@@ -120,6 +134,8 @@ def unroll(
         out = draft.finish(params, block, (first,), cfg, own)
         outs.append(out)
         hidden = draft.feed_back(params, out, cfg)
+        if detach:
+            hidden = jax.lax.stop_gradient(hidden)
     return outs
 
 
@@ -153,10 +169,10 @@ def head_loss(
     cfg: DraftConfig,
     train: TrainConfig,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Returns the loss that belongs to the kind of head; EAGLE-3 needs no `key`."""
+    """Returns the loss that belongs to the kind of head; only EAGLE-1 needs `key`."""
     if cfg.head == "eagle1":
         return eagle1_loss(key, params, target_params, batch, given, cfg, train)
-    return eagle3_loss(params, target_params, batch, given, cfg, train)
+    return token_loss(params, target_params, batch, given, cfg, train)
 
 
 def eagle1_loss(
@@ -201,7 +217,7 @@ def add_noise(
     return read + (width[None] * u).astype(read.dtype)
 
 
-def eagle3_loss(
+def token_loss(
     params: Params,
     target_params: Params,
     batch: Batch,
@@ -210,6 +226,9 @@ def eagle3_loss(
     train: TrainConfig,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Cross-entropy with the target's distribution over the draft vocabulary, unrolled.
+
+    The loss of EAGLE-3 (§3.2), and here of Medusa (step i is its head i) and of a small
+    model.
 
     Labels whose likeliest token lies outside the draft vocabulary are not trained; the
     teacher is renormalised over it. The steps are weighted by `ttt_decay`^i.
@@ -228,7 +247,8 @@ def _unrolled_loss(
     """Unrolls the head and scores its outputs at all labels; `chunked_loss` knows how."""
     compute = jnp.dtype(train.dtype)
     params = _cast(params, compute)
-    outs = unroll(params, batch, given.read.astype(compute), cfg, train.ttt_steps)
+    read = given.read.astype(compute)
+    outs = unroll(params, batch, read, cfg, train.ttt_steps, train.detach)
     flags = labels(batch, train.mask)
     if train.normaliser == "mask":
         scale = 1.0 / jnp.maximum(flags.sum(), 1).astype(jnp.float32)
@@ -280,6 +300,7 @@ class Sums(NamedTuple):
 
 
 CHUNK = 256  # labels whose full-vocabulary logits are held at once
+TOP_K = 10  # tokens of the extra loss of HASS
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(9, 10))
@@ -346,7 +367,7 @@ def _chunked_fwd(
     inside = jnp.ones(vocab, bool)
     if draft_to_target is not None:
         inside = jnp.zeros(vocab, bool).at[draft_to_target].set(True)
-    back = 1 + jnp.arange(n_steps, dtype=jnp.int32)
+    back = jnp.arange(n_steps, dtype=jnp.int32) + (cfg.head != "small")
 
     def chunk_loss(
         trained: Params, out: Array, feature: Array, reaches: Array
@@ -362,6 +383,13 @@ def _chunked_fwd(
         reached = reaches.astype(jnp.float32)
         cross_entropy = -jnp.sum(weight * jnp.einsum("UT,UIT->IT", p, log_q), axis=1)
         regression = jnp.zeros_like(cross_entropy)
+        likeliest = jnp.zeros_like(cross_entropy)
+        if train.top_k_weight:
+            top_p, top_id = jax.lax.top_k(p.T, TOP_K)
+            top_q = log_q[
+                top_id.T[:, None], jnp.arange(n_steps)[None, :, None], jnp.arange(size)
+            ]
+            likeliest = -jnp.sum(weight * jnp.sum(top_p.T[:, None] * top_q, 0), axis=1)
         step_loss = cross_entropy
         if cfg.head == "eagle1":
             distance = optax.huber_loss(
@@ -372,6 +400,7 @@ def _chunked_fwd(
                 train.regression_weight * regression
                 + train.classification_weight * cross_entropy
             )
+        step_loss = step_loss + train.top_k_weight * likeliest
         right = jnp.argmax(scores, axis=0) == jnp.argmax(p, axis=0)[None]
         loss = jnp.sum(weights * step_loss)
         return loss, Sums(
@@ -463,7 +492,12 @@ def init(
     if train.head_from_target and "head" in params:
         head = target_params.get("head", target_params["embed"])
         if head.shape[1] == cfg.d_model:
-            params["head"] = head[draft_to_target].astype(cfg.dtype)
+            rows = head[draft_to_target].astype(cfg.dtype)
+            params["head"] = jnp.broadcast_to(rows, params["head"].shape)
+    if cfg.head == "small":  # the target's first layers
+        first = target_params["layers"][: cfg.n_layers]
+        own = {"layers": first, "norm": target_params["norm"]}
+        params |= jax.tree.map(lambda leaf: leaf.astype(cfg.dtype), own)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(params, update.init(params), zero, zero)
     return jax.tree.map(jnp.copy, state)  # donated leaves must not share a buffer

@@ -4,31 +4,36 @@ python -m experiments.ablate --variant=eagle3 [--preset=smoke|quick|full]
 """
 
 import dataclasses
-import hashlib
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from eagle_jax import data
-from eagle_jax.config import Config, DecodeConfig, fingerprint
+from eagle_jax import data, heads
+from eagle_jax.config import Config, fingerprint
 from eagle_jax.data import Question
-from experiments import common, evaluator, trainer
+from experiments import common, evaluator, trainer, variants
 from experiments.common import Progress, Setup
 from experiments.evaluator import Method, TaskResult
+from experiments.variants import Variant
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("variant", "eagle3", "What to measure; see VARIANTS.")
+flags.DEFINE_string(
+    "variant", "eagle3", "What to measure: names of variants.py with commas, or all."
+)
 flags.DEFINE_string("preset", "quick", "How much to train and to measure; see PRESETS.")
 flags.DEFINE_string(
     "questions", "", "Folder of FastChat JSONL sets; default: embedded."
 )
 flags.DEFINE_multi_string("data", [], "Conversations to train on; default: embedded.")
 flags.DEFINE_string("head", "", "Folder of a head to measure instead of training one.")
+flags.DEFINE_string(
+    "start_from", "", "Folder of a head to go on training from, with a new schedule."
+)
 flags.DEFINE_integer("prompts_per_set", 0, "Prompts of each set; 0: the preset's.")
 flags.DEFINE_integer("max_new_tokens", 0, "New tokens per answer; 0: the preset's.")
 flags.DEFINE_float("temperature", None, "0 is greedy; default: the config's.")
@@ -36,7 +41,6 @@ flags.DEFINE_integer("batch", 1, "Prompts decoded together.")
 flags.DEFINE_bool("retrain", False, "Train even if the head is there.")
 flags.DEFINE_bool("force", False, "Measure even if the result line is there.")
 
-VARIANTS = {"vanilla": "none", "eagle3": "eagle3"}  # variant: kind of head
 QUESTIONS = common.ROOT / "experiments" / "data" / "questions"
 
 
@@ -55,7 +59,7 @@ PRESETS = {
 
 
 def main() -> None:
-    cfg, preset = configure()
+    cfg, preset, chosen = configure()
     questions = read_questions(preset)
     out = common.prepare_out()
     common.print_config(cfg)
@@ -63,22 +67,26 @@ def main() -> None:
     setup = common.load_setup(cfg)
     print(f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.dtype}")
     evaluator.check_prompts(setup, questions, preset.max_new_tokens)
-    plain = Method(
-        {"target": setup.target_params},
-        DecodeConfig(setup.target_cfg, sampling=cfg.sampling),
-    )
-    method, folder = plain, None
-    if VARIANTS[FLAGS.variant] != "none":
-        folder = Path(FLAGS.head) if FLAGS.head else get_head(setup, out)
-        method = evaluator.load_method(setup, folder)
-        if method.cfg.draft.head != VARIANTS[FLAGS.variant]:
-            raise ValueError(
-                f"{folder} holds a head of kind {method.cfg.draft.head}, "
-                f"--variant={FLAGS.variant} needs {VARIANTS[FLAGS.variant]}"
-            )
-    rows = measure(setup, method, plain, questions, preset, folder, out)
-    print_table(rows, method.cfg.tree.depth)
-    if folder is not None:
+    plain = evaluator.plain_method(setup)
+    entries = []
+    for variant in chosen:
+        folder, method = None, plain
+        if variant.head["head"] != "none":
+            if variant.trained_as:
+                folder = (
+                    Path(FLAGS.head) if FLAGS.head else get_head(setup, variant, out)
+                )
+            tree = variants.tree_of(variant, cfg)
+            method = evaluator.load_method(setup, folder, tree)
+            check_kind(variant, method, folder)
+        entries.append(Entry(variant.name, method, folder))
+    rows = measure(setup, entries, plain, questions, preset, out)
+    for entry in entries:
+        own = [row for row in rows if row["variant"] == entry.variant]
+        print_table(own, entry.method.cfg.tree.depth)
+    if len(entries) > 1:
+        print_variants(rows)
+    for folder in dict.fromkeys(entry.folder for entry in entries if entry.folder):
         flags_used = common.used_flags()
         print(f"\nThe head is in {folder}. To talk to the target with it:")
         print(
@@ -87,12 +95,29 @@ def main() -> None:
         )
 
 
-def configure() -> tuple[Config, Preset]:
-    """Reads all flags, before anything slow."""
-    if FLAGS.variant not in VARIANTS:
+class Entry(NamedTuple):
+    """A variant ready to be measured, and the folder of its head, if it has one."""
+
+    variant: str
+    method: Method
+    folder: Path | None
+
+
+def check_kind(variant: Variant, method: Method, folder: Path | None) -> None:
+    """Refuses a head of another kind than the variant's."""
+    head = method.cfg.draft
+    differ = {k: v for k, v in variant.head.items() if getattr(head, k) != v}
+    if differ and FLAGS.head:
         raise ValueError(
-            f"no variant {FLAGS.variant!r}; there are {', '.join(VARIANTS)}"
+            f"{folder} holds a head of kind {head.head} (inputs={head.inputs}, feature="
+            f"{head.feature}), --variant={variant.name} needs {variant.head}"
         )
+
+
+def configure() -> tuple[Config, Preset, list[Variant]]:
+    """Reads all flags, before anything slow."""
+    names = variants.ALL if FLAGS.variant == "all" else FLAGS.variant.split(",")
+    chosen = [variants.parse(name) for name in dict.fromkeys(names)]
     if FLAGS.preset not in PRESETS:
         raise ValueError(f"no preset {FLAGS.preset!r}; there are {', '.join(PRESETS)}")
     preset = PRESETS[FLAGS.preset]
@@ -113,15 +138,20 @@ def configure() -> tuple[Config, Preset]:
         raise ValueError(
             "batch and prompts_per_set must be at least 1, max_new_tokens at least 2"
         )
-    if FLAGS.head and (VARIANTS[FLAGS.variant] == "none" or FLAGS.retrain):
+    trained = {variant.trained_as for variant in chosen} - {""}
+    if FLAGS.head and (len(trained) != 1 or FLAGS.retrain):
         raise ValueError(
-            "--head measures a head that is there: it goes neither with "
-            "--variant=vanilla nor with --retrain"
+            "--head measures a head that is there: it goes neither with --retrain nor "
+            f"with variants of other heads or of none, got --variant={FLAGS.variant}"
         )
-    for path in [*FLAGS.data, *filter(None, [FLAGS.head])]:
+    if FLAGS.start_from and len(trained) != 1:
+        raise ValueError("--start_from goes with variants of one trained head")
+    for path in [*FLAGS.data, *filter(None, [FLAGS.head, FLAGS.start_from])]:
         if not Path(path).exists():
             raise ValueError(f"there is no {path!r}")
-    return cfg, preset
+    for variant in chosen:  # a tree or a setting that does not fit is told at once
+        variants.apply(variant, cfg)
+    return cfg, preset, chosen
 
 
 def read_questions(preset: Preset) -> dict[str, list[Question]]:
@@ -133,62 +163,60 @@ def read_questions(preset: Preset) -> dict[str, list[Question]]:
     return {task: rows[: preset.prompts_per_set] for task, rows in sets.items()}
 
 
-def get_head(setup: Setup, out: Path) -> Path:
-    """Returns the folder of this variant's head, trained first if it is not there."""
+def get_head(setup: Setup, variant: Variant, out: Path) -> Path:
+    """Returns the folder of a variant's head, trained first if it is not there."""
     paths = tuple(map(Path, FLAGS.data)) or trainer.TRAINING_DATA
-    kind = VARIANTS[FLAGS.variant]
-    job = trainer.plan(setup, FLAGS.variant, kind, paths, out)
-    if job.head.exists() and not FLAGS.retrain:
+    start_from = Path(FLAGS.start_from) if FLAGS.start_from else None
+    job = trainer.plan(setup, variant, paths, out, start_from)
+    if job.head.exists() and not (FLAGS.retrain and job.head not in _trained):
         print(f"head     {job.head} is there and is used; --retrain trains it again")
         return job.head
+    _trained.add(job.head)
     return trainer.fit(job, FLAGS.retrain)
+
+
+_trained: set[Path] = set()  # by this run: variants that share a head train it once
 
 
 def measure(
     setup: Setup,
-    method: Method,
+    entries: list[Entry],
     plain: Method,
     questions: dict[str, list[Question]],
     preset: Preset,
-    folder: Path | None,
     out: Path,
 ) -> list[dict[str, Any]]:
-    """Measures every set whose line is not in the results yet; returns all lines."""
-    cfg, path = setup.cfg, out / "results.jsonl"
+    """Measures every variant and set whose line is not there yet; returns all lines."""
+    path = out / "results.jsonl"
     known = {row.get("fingerprint"): row for row in common.read_lines(path)}
-    head_hash = _head_hash(folder) if folder else None
-    greedy = cfg.sampling.temperature == 0
-    shared = {
-        "variant": FLAGS.variant,
-        "target": setup.target_cfg.name,
-        "questions": Path(FLAGS.questions).resolve().name
-        if FLAGS.questions
-        else "embedded",
-        "preset": FLAGS.preset,
-        "temperature": cfg.sampling.temperature,
-        "max_new_tokens": preset.max_new_tokens,
-        "batch": FLAGS.batch,
-        "dtype": cfg.dtype,
-        "tree": dataclasses.asdict(method.cfg.tree),
-        "head": head_hash,
-        "config": dataclasses.asdict(cfg),
-        "seed": cfg.seed,
-        "device": common.describe_device(),
-    }
+    greedy = setup.cfg.sampling.temperature == 0
+    lines = {entry.variant: _line(setup, entry, preset) for entry in entries}
     names = {
-        task: fingerprint(shared, setup.target_hash, task, [list(q) for q in asked])
+        (entry.variant, task): fingerprint(
+            lines[entry.variant], setup.target_hash, task, [list(q) for q in asked]
+        )
+        for entry in entries
         for task, asked in questions.items()
     }
-    todo = [task for task in questions if FLAGS.force or names[task] not in known]
-    for task in questions:
-        if task not in todo:
-            print(f"{task}: result is in {path} and is used; --force measures again")
-    progress = Progress("decode", sum(len(questions[task]) for task in todo))
-    done = 0
-    for task in todo:
-        result = evaluator.run_task(
+    todo = {
+        task: [e for e in entries if FLAGS.force or names[e.variant, task] not in known]
+        for task in questions
+    }
+    for task, missing in todo.items():
+        for entry in entries:
+            if entry not in missing:
+                print(
+                    f"{entry.variant}, {task}: result is in {path} and is used; --force "
+                    f"measures again"
+                )
+    n_asked = sum(len(questions[task]) for task, missing in todo.items() if missing)
+    progress, done = Progress("decode", n_asked), 0
+    for task, missing in todo.items():
+        if not missing:
+            continue
+        results = evaluator.run_task(
             setup,
-            method,
+            [entry.method for entry in missing],
             plain,
             task,
             questions[task],
@@ -198,27 +226,45 @@ def measure(
             done,
         )
         done += len(questions[task])
-        report_mismatches(result)
-        row = shared | {"task": task}
-        row |= evaluator.summary(result, method.cfg.tree.depth, greedy)
-        row |= {"fingerprint": names[task], "commit": common.commit()}
-        common.append_line(path, row)
-        known[names[task]] = row
-    return [known[names[task]] for task in questions]
+        for entry, result in zip(missing, results, strict=True):
+            report_mismatches(entry.variant, result)
+            row = lines[entry.variant] | {"task": task}
+            row |= evaluator.summary(result, entry.method.cfg.tree, greedy)
+            name = names[entry.variant, task]
+            row |= {"fingerprint": name, "commit": common.commit()}
+            common.append_line(path, row)
+            known[name] = row
+    return [
+        known[names[entry.variant, task]] for entry in entries for task in questions
+    ]
 
 
-def report_mismatches(result: TaskResult) -> None:
+def _line(setup: Setup, entry: Entry, preset: Preset) -> dict[str, Any]:
+    """What a result line says before anything is measured."""
+    cfg, folder = setup.cfg, entry.folder
+    return {
+        "variant": entry.variant,
+        "target": setup.target_cfg.name,
+        "questions": Path(FLAGS.questions).resolve().name
+        if FLAGS.questions
+        else "embedded",
+        "preset": FLAGS.preset,
+        "temperature": cfg.sampling.temperature,
+        "max_new_tokens": preset.max_new_tokens,
+        "batch": FLAGS.batch,
+        "dtype": cfg.dtype,
+        "tree": dataclasses.asdict(entry.method.cfg.tree),
+        "head": heads.head_hash(folder) if folder else None,
+        "training": heads.load_head(folder).meta.get("training") if folder else None,
+        "config": dataclasses.asdict(cfg),
+        "seed": cfg.seed,
+        "device": common.describe_device(),
+    }
+
+
+def report_mismatches(variant: str, result: TaskResult) -> None:
     for line in result.mismatches:
-        print(f"NOT IDENTICAL to plain decoding: {line}")
-
-
-def _head_hash(head: Path) -> str:
-    """Names the weights of a head: its .safetensors file, else all files there."""
-    files = [head] if head.is_file() else sorted(head.glob("*.safetensors"))
-    digest = hashlib.sha256()
-    for file in files or sorted(path for path in head.iterdir() if path.is_file()):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
+        print(f"NOT IDENTICAL to plain decoding: {variant}, {line}")
 
 
 def print_table(rows: list[dict[str, Any]], depth: int) -> None:
@@ -269,6 +315,32 @@ def print_table(rows: list[dict[str, Any]], depth: int) -> None:
         "decoding in the same run; compilation and warm-up are never counted. The last "
         "line averages the sets."
     )
+
+
+def print_variants(rows: list[dict[str, Any]]) -> None:
+    """Prints one line per variant: means over the sets."""
+    table = Table(title="means over the sets")
+    columns = ["variant", "trained", "tau pooled", "speedup", "with prefill", "alpha"]
+    for column in [*columns, "identical"]:
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        own = [row for row in rows if row["variant"] == variant]
+        depth = len(own[0]["acceptance_by_depth"])
+        mean = mean_row(own, depth)
+        training = own[0].get("training") or {}
+        chains = [row["alpha"] for row in own if row.get("alpha")]
+        alpha = [sum(a) / len(a) for a in zip(*chains, strict=True) if None not in a]
+        exact = mean["n_identical"] is not None
+        table.add_row(
+            variant,
+            f"{training['n_trained'] / 1e6:.1f}M" if training else "-",
+            _number(mean["tau_pooled"]),
+            _number(mean["speedup"]),
+            _number(mean["speedup_with_prefill"]),
+            " ".join(_number(a) for a in alpha) or "-",
+            f"{mean['n_identical']} of {mean['n_prompts']}" if exact else "-",
+        )
+    Console(width=None if Console().is_terminal else 150).print(table)
 
 
 def mean_row(rows: list[dict[str, Any]], depth: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rich.table import Table
 from eagle_jax import decode, draft, target
 from eagle_jax.config import DecodeConfig
 from eagle_jax.layers import Params
-from experiments import common, trainer
+from experiments import common, variants
 from experiments.common import Setup
 
 FLAGS = flags.FLAGS
@@ -107,7 +107,7 @@ def decoding(setup: Setup) -> list[Part]:
             forward, setup.target_params, tokens, state.target_cache, cfg.target
         )
         parts.append(Part(f"target forward, {n} nodes", call, weights + used))
-    head = trainer.head_config(setup.cfg, setup, "eagle3")
+    head = variants.head_config(variants.parse("eagle3"), setup.cfg, setup.target_cfg)
     own = draft.init(jax.random.key(0), head, setup.target_cfg)
     own["draft_to_target"] = jnp.arange(head.vocab_size, dtype=jnp.int32)
     tied = {

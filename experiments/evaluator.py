@@ -12,7 +12,7 @@ import numpy as np
 
 from eagle_jax import decode, draft, heads, metrics, target
 from eagle_jax import text as text_lib
-from eagle_jax.config import DecodeConfig
+from eagle_jax.config import DecodeConfig, DraftConfig, TreeConfig
 from eagle_jax.data import Question
 from eagle_jax.layers import Params
 from eagle_jax.metrics import Answer, Turn
@@ -26,9 +26,26 @@ class Method(NamedTuple):
     cfg: DecodeConfig
 
 
-def load_method(setup: Setup, folder: Path) -> Method:
-    """Loads a head and ties it to the target; warns if it belongs to another one."""
-    t = setup.target_cfg
+def plain_method(setup: Setup) -> Method:
+    """Returns plain decoding: a tree of one node."""
+    params = {"target": setup.target_params}
+    return Method(params, DecodeConfig(setup.target_cfg, sampling=setup.cfg.sampling))
+
+
+def load_method(
+    setup: Setup, folder: Path | None, tree: TreeConfig | None = None
+) -> Method:
+    """Loads a head and ties it to the target; warns if it belongs to another one.
+
+    Args:
+      folder: of the head; None is prompt lookup.
+      tree: what to draft; None takes the config's tree.
+    """
+    t, tree = setup.target_cfg, tree or setup.cfg.tree
+    if folder is None:
+        params = {"target": setup.target_params, "draft": {}}
+        lookup = DraftConfig(head="lookup")
+        return Method(params, DecodeConfig(t, lookup, tree, setup.cfg.sampling))
     head = heads.load_head(folder, target=t, dtype=setup.cfg.dtype)
     for note in head.notes:
         print(f"head     {note}")
@@ -44,13 +61,12 @@ def load_method(setup: Setup, folder: Path) -> Method:
         t = dataclasses.replace(t, taps=head.taps)
     tied = draft.tie(head.params, setup.target_params, head.cfg)
     params = {"target": setup.target_params, "draft": tied}
-    return Method(params, DecodeConfig(t, head.cfg, setup.cfg.tree, setup.cfg.sampling))
+    return Method(params, DecodeConfig(t, head.cfg, tree, setup.cfg.sampling))
 
 
 class TaskResult(NamedTuple):
-    """Answers of both methods to the prompts of one set."""
+    """Answers of one method, and of plain decoding, to the prompts of one set."""
 
-    task: str
     answers: list[Answer]
     baseline: list[Answer]
     n_identical: int
@@ -113,7 +129,7 @@ def _decode(
 
 def run_task(
     setup: Setup,
-    method: Method,
+    methods: list[Method],
     plain: Method,
     task: str,
     questions: list[Question],
@@ -121,65 +137,77 @@ def run_task(
     batch: int,
     progress: Progress,
     done: int,
-) -> TaskResult:
-    """Answers every turn of every question with both methods, back to back.
+) -> list[TaskResult]:
+    """Answers every turn of every question with plain decoding and each method in turn.
 
-    A later turn's context holds the method's own earlier answers.
+    All answer one batch before the next one begins, so a change in the machine's speed
+    hits all of them alike. A later turn's context holds the method's own earlier answers.
 
     Raises:
       ValueError: a prompt does not fit into `max_len`.
     """
-    answers: list[Answer] = [[] for _ in questions]
-    baseline: list[Answer] = [[] for _ in questions]
-    same = [True] * len(questions)
-    near = [False] * len(questions)
-    mismatches: list[str] = []
-    greedy = method.cfg.sampling.temperature == 0
-    for start in range(0, len(questions), batch):
-        group = range(start, min(start + batch, len(questions)))
+    groups = [
+        range(start, min(start + batch, len(questions)))
+        for start in range(0, len(questions), batch)
+    ]
+
+    def ask(method: Method, group: range, answers: list[Answer]) -> None:
         for turn in range(max(len(questions[i].turns) for i in group)):
             asking = [i for i in group if turn < len(questions[i].turns)]
-            for which, kept in ((method, answers), (plain, baseline)):
-                if method is plain and kept is baseline:
-                    continue  # plain decoding is its own baseline
-                prompts = [_prompt(setup, questions[i], kept[i]) for i in asking]
-                try:
-                    new = answer(
-                        which,
-                        prompts,
-                        max_new_tokens,
-                        setup.cfg.seed,
-                        setup.cfg.max_len,
-                    )
-                except ValueError as fault:
-                    ids = ", ".join(str(questions[i].id) for i in asking)
-                    raise ValueError(
-                        f"{task}, question {ids}, turn {turn + 1}: {fault}"
-                    ) from fault
-                for i, one in zip(asking, new, strict=True):
-                    kept[i].append(one)
-            if method is plain or not greedy:
-                continue
-            for i in asking:
-                ours, theirs = answers[i][-1].tokens, baseline[i][-1].tokens
-                if not same[i] or ours == theirs:
-                    continue
-                same[i] = False
-                prompt = _prompt(setup, questions[i], baseline[i][:-1])
-                tie = near_tie(method, prompt, ours, theirs)
-                near[i] = tie.is_near
-                mismatches.append(f"{task} {questions[i].id} turn {turn}: {tie}")
+            prompts = [_prompt(setup, questions[i], answers[i]) for i in asking]
+            try:
+                new = answer(
+                    method, prompts, max_new_tokens, setup.cfg.seed, setup.cfg.max_len
+                )
+            except ValueError as fault:
+                ids = ", ".join(str(questions[i].id) for i in asking)
+                raise ValueError(
+                    f"{task}, question {ids}, turn {turn + 1}: {fault}"
+                ) from fault
+            for i, one in zip(asking, new, strict=True):
+                answers[i].append(one)
+
+    baseline: list[Answer] = [[] for _ in questions]
+    ours: list[list[Answer]] = [[[] for _ in questions] for _ in methods]
+    for group in groups:
+        ask(plain, group, baseline)
+        for method, answers in zip(methods, ours, strict=True):
+            if method is not plain:
+                ask(method, group, answers)
         progress.show(done + group.stop, task)
-    if method is plain:
-        baseline = answers
-    return TaskResult(
-        task=task,
-        answers=answers,
-        baseline=baseline,
-        n_identical=sum(same),
-        n_near_tie=sum(near),
-        mismatches=mismatches,
-    )
+    return [
+        TaskResult(baseline, baseline, len(questions), 0, [])
+        if method is plain
+        else _compare(setup, method, task, questions, answers, baseline)
+        for method, answers in zip(methods, ours, strict=True)
+    ]
+
+
+def _compare(
+    setup: Setup,
+    method: Method,
+    task: str,
+    questions: list[Question],
+    ours: list[Answer],
+    baseline: list[Answer],
+) -> TaskResult:
+    """Counts identical answers; only at temperature 0 does that mean anything."""
+    n_identical, n_near = 0, 0
+    mismatches: list[str] = []
+    if method.cfg.sampling.temperature > 0:
+        return TaskResult(ours, baseline, 0, 0, [])
+    for question, mine, theirs in zip(questions, ours, baseline, strict=True):
+        pairs = enumerate(zip(mine, theirs, strict=True))
+        differ = next(((t, a, b) for t, (a, b) in pairs if a.tokens != b.tokens), None)
+        if differ is None:
+            n_identical += 1
+            continue
+        turn, a, b = differ
+        prompt = _prompt(setup, question, theirs[:turn])
+        tie = near_tie(method, prompt, a.tokens, b.tokens)
+        n_near += tie.is_near
+        mismatches.append(f"{task} {question.id} turn {turn}: {tie}")
+    return TaskResult(ours, baseline, n_identical, n_near, mismatches)
 
 
 def check_prompts(
@@ -271,8 +299,9 @@ def _node_logits(
     return target.logits(params, out.top[:, :, :1])[:, 0, 0]
 
 
-def summary(result: TaskResult, depth: int, greedy: bool) -> dict[str, Any]:
+def summary(result: TaskResult, tree: TreeConfig, greedy: bool) -> dict[str, Any]:
     """Turns answers into the numbers of a result line; null where there is none."""
+    is_chain = tree.depth > 0 and tree.n_nodes == tree.depth + 1
     ours, plain = result.answers, result.baseline
     fast = metrics.tokens_per_second(ours, with_prefill=False)
     slow = metrics.tokens_per_second(plain, with_prefill=False)
@@ -287,7 +316,8 @@ def summary(result: TaskResult, depth: int, greedy: bool) -> dict[str, Any]:
             "tau_pooled": metrics.tau_pooled(ours),
             "tau_by_prompt": metrics.tau_by_prompt(ours),
             "tau_without_loops": metrics.tau_pooled(metrics.without_loops(ours)),
-            "acceptance_by_depth": metrics.acceptance_by_depth(ours, depth),
+            "acceptance_by_depth": metrics.acceptance_by_depth(ours, tree.depth),
+            "alpha": metrics.alpha(ours, tree.depth) if is_chain else None,
             "tokens_per_second": fast,
             "baseline_tokens_per_second": slow,
             "speedup": fast / slow,

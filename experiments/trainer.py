@@ -13,24 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from eagle_jax import checkpoint, data, heads, train
-from eagle_jax.config import Config, DraftConfig, TargetConfig, fingerprint
+from eagle_jax import checkpoint, data, draft, heads, train
+from eagle_jax.config import Config, DraftConfig, fingerprint
 from eagle_jax.data import Sample
 from eagle_jax.layers import Params
-from eagle_jax.train import Batch, Features, TrainState
+from eagle_jax.train import Features, TrainState
+from experiments import variants
 from experiments.common import ROOT, Progress, Setup, append_line, commit, read_lines
+from experiments.features import Online, Store, given, to_batch
+from experiments.variants import Variant
 
 TRAINING_DATA = (ROOT / "experiments" / "data" / "train.jsonl.gz",)
 
 
-def _scaled_features(
-    params: Params, batch: Batch, scale: jax.Array, cfg: TargetConfig, head: DraftConfig
-) -> Features:
-    given = train.target_features(params, batch, cfg, head)
-    return given._replace(read=given.read / scale[:, None, None])
-
-
-jit_features = jax.jit(_scaled_features, static_argnames=("cfg", "head"))
 jit_train_step = jax.jit(
     train.train_step,
     static_argnames=("cfg", "train", "update"),
@@ -50,41 +45,36 @@ class Job(NamedTuple):
     n_steps: int
     folder: Path  # of checkpoints and the training log
     head: Path  # of the exported head
-
-
-def head_config(cfg: Config, setup: Setup, head: str) -> DraftConfig:
-    """Completes a config's draft sizes for one kind of head and this target.
-
-    Parameters are trained in float32 whatever the run's dtype: in bfloat16 most updates
-    would be rounded away. `train.dtype` is that of the arithmetic.
-    """
-    t = setup.target_cfg
-    if cfg.draft.d_model != t.d_model:
-        raise ValueError(
-            f"a head is trained at its target's width d_model={t.d_model}, since it "
-            f"reads the target's embedding; got draft.d_model={cfg.draft.d_model}"
-        )
-    if not 0 < cfg.draft.vocab_size <= t.vocab_size:
-        raise ValueError(
-            f"draft.vocab_size must lie in 1..{t.vocab_size}, the target's vocabulary; "
-            f"got {cfg.draft.vocab_size}"
-        )
-    size = t.d_model if head == "eagle1" else len(t.taps) * t.d_model
-    return dataclasses.replace(cfg.draft, head=head, feature_size=size, dtype="float32")
+    features: Online | Store
+    start: Params | None  # parameters to start from instead of fresh ones
 
 
 def plan(
-    setup: Setup, variant: str, head: str, paths: tuple[Path, ...], out: Path
+    setup: Setup,
+    variant: Variant,
+    paths: tuple[Path, ...],
+    out: Path,
+    start_from: Path | None = None,
 ) -> Job:
-    """Reads the data, counts the steps and names the folders."""
+    """Reads the data, counts the steps and names the folders.
+
+    Args:
+      start_from: folder of a head of the same kind whose parameters, and whose draft
+        vocabulary, the training starts from.
+    """
+    setup = setup._replace(cfg=variants.apply(variant, setup.cfg))
     cfg = setup.cfg
-    draft = head_config(cfg, setup, head)
+    head = variants.head_config(variant, cfg, setup.target_cfg)
     samples, report = data.load_samples(
         setup.text, paths, cfg.train.row_length, cfg.train.long_samples
     )
     print("data     " + data.describe(report).replace("\n", "\n         "))
     kept, held_out = data.split(samples, cfg.train.held_out, cfg.seed)
-    ids = data.draft_vocabulary(kept, setup.target_cfg.vocab_size, draft.vocab_size)
+    ids = data.draft_vocabulary(kept, setup.target_cfg.vocab_size, head.vocab_size)
+    start = None
+    if start_from is not None:
+        start = _starting_head(start_from, head, setup)
+        ids = np.asarray(start.pop("draft_to_target"))
     tokens = sum(len(s.tokens) for s in kept)
     supervised = sum(int(s.mask.sum()) for s in kept)
     print(
@@ -95,26 +85,47 @@ def plan(
     per_step = _supervised_per_step(kept, cfg)
     n_steps = max(1, round(cfg.train.supervised_tokens / per_step))
     n_steps = -(-n_steps // cfg.train.accumulate) * cfg.train.accumulate
-    name = fingerprint(
-        variant,
-        cfg.train,
-        draft,
+    parts = [
+        variant.trained_as,
+        {**dataclasses.asdict(cfg.train), "features": ""},  # the same either way
+        head,
         list(setup.target_cfg.taps),
         setup.target_hash,
         cfg.dtype,
         cfg.seed,
         _digest(samples),
-    )
+    ]
+    if start_from is not None:
+        parts.append(heads.head_hash(start_from))
+    name = fingerprint(*parts)
+    stored = cfg.train.features == "stored"
+    features = Store(setup, out / "features") if stored else Online(setup)
     return Job(
         setup=setup,
-        draft=draft,
+        draft=head,
         samples=kept,
         held_out=held_out,
         draft_to_target=ids,
         n_steps=n_steps,
-        folder=out / "training" / f"{variant}-{name}",
-        head=out / "heads" / f"{variant}-{name}",
+        folder=out / "training" / f"{variant.trained_as}-{name}",
+        head=out / "heads" / f"{variant.trained_as}-{name}",
+        features=features,
+        start=start,
     )
+
+
+def _starting_head(folder: Path, draft: DraftConfig, setup: Setup) -> Params:
+    head = heads.load_head(folder, target=setup.target_cfg)
+    wanted = dataclasses.replace(head.cfg, dtype=draft.dtype)
+    if wanted != draft:
+        differ = [
+            f"{field.name}={getattr(head.cfg, field.name)}, needed "
+            f"{getattr(draft, field.name)}"
+            for field in dataclasses.fields(draft)
+            if getattr(wanted, field.name) != getattr(draft, field.name)
+        ]
+        raise ValueError(f"cannot start from {folder}: {'; '.join(differ)}")
+    return {name: leaf for name, leaf in head.params.items() if name != "embed"}
 
 
 def _digest(samples: list[Sample]) -> str:
@@ -158,7 +169,13 @@ def fit(job: Job, retrain: bool = False) -> Path:
         update,
     )
     fixed = {"embed": setup.target_params["embed"], "draft_to_target": ids}
+    job.features.add([*job.samples, *job.held_out])
     scale = feature_scale(job)
+    if job.start is not None:
+        params = dict(job.start)
+        if "fuse" in params:
+            params["fuse"] = params["fuse"] * scale[None]
+        state = state._replace(params=jax.tree.map(jnp.array, params))
     n_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     log = job.folder / "log.jsonl"
     with checkpoint.open_manager(job.folder / "checkpoints") as manager:
@@ -180,17 +197,15 @@ def fit(job: Job, retrain: bool = False) -> Path:
         for index, packed in stream:
             if index >= job.n_steps:
                 break
-            batch = Batch(*(jnp.asarray(array) for array in packed))
-            given = jit_features(
-                setup.target_params, batch, scale, setup.target_cfg, job.draft
-            )
+            batch = to_batch(packed)
+            features = given_of(job, packed, scale)
             state, metrics = jit_train_step(
                 noise_key,
                 state,
                 fixed,
                 setup.target_params,
                 batch,
-                given,
+                features,
                 job.draft,
                 cfg.train,
                 update,
@@ -268,20 +283,24 @@ def feature_scale(job: Job) -> jax.Array:
     and takes them as they are; so do heads with a norm before `fuse`, where no constant
     could be folded in, and which need none.
     """
-    setup, cfg = job.setup, job.setup.cfg
+    cfg = job.setup.cfg
     ones = jnp.ones(job.draft.feature_size, cfg.dtype)
-    if job.draft.head == "eagle1" or job.draft.fc_norm or job.draft.norm_before_fc:
+    head = job.draft
+    if head.head != "eagle3" or head.fc_norm or head.norm_before_fc:
         return ones
     stream = data.batches(job.samples, cfg.seed, cfg.train.rows, cfg.train.row_length)
     seen = []
     for _, (_, packed) in zip(range(4), stream, strict=False):
-        batch = Batch(*(jnp.asarray(array) for array in packed))
-        given = jit_features(
-            setup.target_params, batch, ones, setup.target_cfg, job.draft
-        )
-        seen.append(np.asarray(given.read, np.float32)[:, packed.segments > 0])
+        features = given_of(job, packed, ones)
+        seen.append(np.asarray(features.read, np.float32)[:, packed.segments > 0])
     scale = np.median(np.abs(np.concatenate(seen, axis=1)), axis=1)
     return jnp.asarray(np.maximum(scale, 1e-3), cfg.dtype)
+
+
+def given_of(job: Job, packed: data.Packed, scale: jax.Array) -> Features:
+    """Returns what the head reads of one batch, and the teacher's features."""
+    raw = job.features.raw(packed)
+    return given(raw, scale, job.setup.target_cfg.d_model, job.draft)
 
 
 def evaluate(
@@ -293,19 +312,14 @@ def evaluate(
     clean = dataclasses.replace(cfg.train, noise="none")
     n_labels, right, loss = 0, 0.0, 0.0
     for start in range(0, len(packed.tokens), cfg.train.rows):
-        rows = [array[start : start + cfg.train.rows] for array in packed]
-        missing = cfg.train.rows - len(rows[0])  # empty rows keep the compiled shape
-        rows = [np.pad(array, ((0, missing), (0, 0))) for array in rows]
-        batch = Batch(*(jnp.asarray(array) for array in rows))
-        given = jit_features(
-            setup.target_params, batch, scale, setup.target_cfg, job.draft
-        )
+        rows = data.rows_of(packed, start, cfg.train.rows)
+        batch, features = to_batch(rows), given_of(job, rows, scale)
         _, metrics = jit_loss(
             jax.random.key(cfg.seed),
             state.params | fixed,
             setup.target_params,
             batch,
-            given,
+            features,
             job.draft,
             clean,
         )
@@ -328,6 +342,23 @@ def evaluate(
     }
 
 
+def train_flops(job: Job, n_labels: int) -> float:
+    """Returns what the head's training costs, counted by hand; the target is not in it.
+
+    Six floating-point operations a weight and position for layers, in every unrolled
+    step; the same a label for the LM heads of draft and teacher, the latter forward only.
+    """
+    cfg, train_cfg, t = job.draft, job.setup.cfg.train, job.setup.target_cfg
+    shapes = jax.eval_shape(lambda key: draft.init(key, cfg, t), jax.random.key(0))
+    head = shapes.pop("head", None)
+    layers = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    lm_head = head.size if head is not None else cfg.vocab_size * cfg.d_model
+    steps = 1 if cfg.head == "medusa" else train_cfg.ttt_steps  # heads side by side
+    n_positions = job.n_steps * train_cfg.rows * train_cfg.row_length
+    teacher = 2.0 * t.vocab_size * t.d_model * n_labels
+    return 6.0 * steps * (layers * n_positions + lm_head * n_labels) + teacher
+
+
 def export(
     job: Job, state: TrainState, held_out: dict[str, Any], scale: jax.Array
 ) -> None:
@@ -345,6 +376,11 @@ def export(
         "target_hash": setup.target_hash,
         "target_dtype": setup.cfg.dtype,
         "supervised_tokens": int(state.n_tokens),
+        "training": {
+            "n_trained": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+            "supervised_tokens": int(state.n_tokens),
+            "flops": train_flops(job, int(state.n_tokens)),
+        },
         "seed": setup.cfg.seed,
         "commit": commit(),
         "held_out": held_out,
@@ -355,7 +391,9 @@ def export(
             job.draft,
             params,
             taps=setup.target_cfg.taps,
-            dialect="official",
+            dialect="official"
+            if heads.is_official(job.draft, setup.target_cfg)
+            else "own",
             meta=meta,
             target=setup.target_cfg,
             overwrite=True,

@@ -17,9 +17,11 @@ from absl import flags
 from absl.testing import flagsaver
 
 from configs import tiny as tiny_config
+from eagle_jax.config import DecodeConfig, TreeConfig
 from eagle_jax.data import Question
 from eagle_jax.metrics import Turn
-from experiments import ablate, common, evaluator
+from eagle_jax.tree import chain
+from experiments import ablate, common, evaluator, variants
 from experiments.common import Setup
 
 KEYS = """variant target task questions preset temperature max_new_tokens batch dtype tree
@@ -114,7 +116,7 @@ def test_force_measures_again_and_the_head_is_used_again():
 
 def test_bad_input_is_one_line_and_exit_code_1(tmp_path):
     line = drivers.fail("ablate", "--variant=eagle9", f"--out={tmp_path}")
-    assert line == f"error: no variant 'eagle9'; there are {', '.join(ablate.VARIANTS)}"
+    assert line == f"error: no variant 'eagle9'; there are {', '.join(variants.BASES)}"
 
 
 def test_a_head_that_does_not_fit_the_target_is_refused():
@@ -244,11 +246,11 @@ def test_a_later_turn_without_room_names_its_question(setup, monkeypatch):
         raise ValueError("no room: a prompt of 300 tokens")
 
     monkeypatch.setattr(evaluator, "answer", no_room)
-    plain = evaluator.Method({}, ablate.DecodeConfig(setup.target_cfg))
+    plain = evaluator.Method({}, DecodeConfig(setup.target_cfg))
     with pytest.raises(ValueError, match="sum, question 9, turn 1: no room"):
         evaluator.run_task(
             setup,
-            plain,
+            [plain],
             plain,
             "sum",
             [Question(9, "", ["a"])],
@@ -276,7 +278,7 @@ def test_a_head_of_another_kind_than_the_variant_is_refused(
     cli, setup, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(common, "load_setup", lambda cfg: setup._replace(cfg=cfg))
-    plain = evaluator.Method({}, ablate.DecodeConfig(setup.target_cfg))
+    plain = evaluator.Method({}, DecodeConfig(setup.target_cfg))
     monkeypatch.setattr(evaluator, "load_method", lambda *_: plain)
     with pytest.raises(ValueError, match=r"kind none, --variant=eagle3 needs eagle3"):
         cli("--config=configs/tiny.py", f"--head={tmp_path}")
@@ -315,8 +317,8 @@ def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(tmp_path):
 
 
 def result(answers: list[Any], baseline: list[Any]) -> dict[str, Any]:
-    task = evaluator.TaskResult("sum", answers, baseline, len(answers), 0, [])
-    return evaluator.summary(task, 2, greedy=True)
+    task = evaluator.TaskResult(answers, baseline, len(answers), 0, [])
+    return evaluator.summary(task, TreeConfig(width=2, depth=2, n_nodes=4), greedy=True)
 
 
 def test_numbers_that_do_not_exist_are_null_and_a_dash(capsys):
@@ -348,8 +350,8 @@ def test_numbers_that_do_not_exist_are_null_and_a_dash(capsys):
 
 def test_above_temperature_0_identity_is_not_claimed():
     turn = [Turn([1, 2], [0], [1], 1.0, 1.0)]
-    task = evaluator.TaskResult("sum", [turn], [turn], 1, 0, [])
-    row = evaluator.summary(task, 1, greedy=False)
+    task = evaluator.TaskResult([turn], [turn], 1, 0, [])
+    row = evaluator.summary(task, chain(1), greedy=False)
     assert row["n_identical"] is None and row["n_near_tie"] is None
 
 

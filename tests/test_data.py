@@ -381,7 +381,7 @@ def test_pack_keeps_every_sample_whole():
     order = np.random.default_rng(1).permutation(200)
     packed = data.pack(samples, order, 32)
     found = []
-    for tokens, segments, positions, mask in zip(*packed, strict=True):
+    for tokens, segments, positions, mask, _ in zip(*packed, strict=True):
         for number in range(1, segments.max() + 1):
             (slots,) = np.nonzero(segments == number)
             assert positions[slots].tolist() == list(range(len(slots)))

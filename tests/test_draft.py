@@ -223,6 +223,7 @@ def test_proposing_leaves_the_cache_alone_and_rows_apart():
         alone = DraftState(
             jax.tree.map(lambda x, b=b: x[b : b + 1], state.cache),
             state.hidden[:, b : b + 1],
+            state.history[b : b + 1],
         )
         one = propose(params_of(kind), alone, jnp.asarray([b + 1]), HEADS[kind], cfg)
         assert one.tokens[0].tolist() == got.tokens[b].tolist()

@@ -94,7 +94,7 @@ def value_and_grad(
 ) -> Any:
     def loss(own: Any) -> tuple[jax.Array, train.Metrics]:
         params = own | shared(cfg)
-        return train.eagle3_loss(params, PARAMS["target"], batch, given, cfg, settings)
+        return train.token_loss(params, PARAMS["target"], batch, given, cfg, settings)
 
     return jax.value_and_grad(loss, has_aux=True)(own)
 
@@ -162,7 +162,7 @@ def test_gradients_reach_exactly_the_slots_whose_label_lies_in_the_answer(monkey
     def loss(outs: jax.Array) -> jax.Array:
         monkeypatch.setattr(train, "unroll", lambda *_: list(outs))
         settings = TrainConfig(ttt_steps=3)
-        return train.eagle3_loss(params, PARAMS["target"], batch, given, CFG, settings)[
+        return train.token_loss(params, PARAMS["target"], batch, given, CFG, settings)[
             0
         ]
 

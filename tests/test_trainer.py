@@ -15,7 +15,8 @@ import safetensors.numpy
 
 from configs import tiny as tiny_config
 from eagle_jax import checkpoint, draft, heads, train
-from experiments import trainer
+from eagle_jax.data import Packed
+from experiments import features, trainer, variants
 from experiments.common import Setup
 from experiments.trainer import Job
 
@@ -124,7 +125,7 @@ def plan(setup: Setup, out: Path, **changes: Any) -> Job:
     settings = dataclasses.replace(setup.cfg.train, **changes)
     cfg = dataclasses.replace(setup.cfg, train=settings)
     data = (drivers.home() / "train.jsonl",)
-    return trainer.plan(setup._replace(cfg=cfg), "eagle3", "eagle3", data, out)
+    return trainer.plan(setup._replace(cfg=cfg), variants.parse("eagle3"), data, out)
 
 
 class Steps:
@@ -135,9 +136,9 @@ class Steps:
         self.stop_before = -1
         self.bad_loss = self.bad_params = -1
 
-    def features(self, _params: Any, batch: train.Batch, *_: Any) -> train.Features:
-        ones = jnp.ones((96, *batch.tokens.shape))
-        return train.Features(read=4 * ones, top=ones[:32])
+    def raw(self, packed: Packed) -> jax.Array:
+        """Taps of 96 channels, final-norm output of 32."""
+        return jnp.full((*packed.tokens.shape, 128), 4.0)
 
     def step(self, _key: Any, state: train.TrainState, *_: Any) -> Any:
         k = int(state.step)
@@ -165,7 +166,7 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch) -> Steps:
     fake = Steps()
-    monkeypatch.setattr(trainer, "jit_features", fake.features)
+    monkeypatch.setattr(features.Online, "raw", lambda _, packed: fake.raw(packed))
     monkeypatch.setattr(trainer, "jit_train_step", fake.step)
     monkeypatch.setattr(trainer, "jit_loss", lambda *_: (0, fake.metrics(0.5, 9)))
 

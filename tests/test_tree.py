@@ -150,6 +150,7 @@ def test_rerank_prefers_the_parent_when_a_child_is_worth_as_much():
         parents=jnp.asarray([[-1, -1, 0, 0, 1, 1, 2, 2, 3, 3]], jnp.int32),
         log_q=jnp.zeros((1, 10)),
         log_value=jnp.zeros((1, 10)),
+        place=jnp.asarray([[0, 1, 0, 1, 2, 2, 0, 1, 2, 2]], jnp.int32),
     )
     kept = draft.rerank(
         candidates, jnp.asarray([0]), TreeConfig(width=2, depth=3, n_nodes=6)
