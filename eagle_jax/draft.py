@@ -289,7 +289,7 @@ def extend(
     params: Params,
     state: DraftState,
     tokens: Int[Array, "B T"],
-    features: Float[Array, "E B T"],
+    features: Float[Array, "E B X"],
     count: Int[Array, " B"],
     cfg: DraftConfig,
 ) -> DraftState:
@@ -297,6 +297,7 @@ def extend(
 
     Args:
       tokens: at each slot the token *after* the feature's own; see `fed`.
+      features: X is T; heads that keep the first token ignore them, and may have T = X + 1.
       count: pairs that are real in each row, the rest is padding; 0 leaves a row alone.
     """
     cache = state.cache
@@ -350,7 +351,8 @@ def fed(
     at_start = (state.cache.length == 0) & (count > 0)
     with_first = jnp.concatenate([own[:, :1], following], axis=1)
     without = jnp.pad(following, ((0, 0), (0, 1)))
-    return jnp.where(at_start[:, None], with_first, without), count + at_start
+    tokens = jnp.where(at_start[:, None], with_first, without)
+    return tokens, count + at_start.astype(count.dtype)
 
 
 def propose(
@@ -590,7 +592,7 @@ def rerank(candidates: Candidates, root: Int[Array, " B"], tree: TreeConfig) -> 
     if not tree.rerank:  # the expanded nodes, level by level
         number = jnp.arange(worth.shape[1])
         level = jnp.where(number < W, 0, 1 + (number - W) // (W * W))
-        order = -(level * W + candidates.place).astype(jnp.float32)
+        order = -(level[None] * W + candidates.place).astype(jnp.float32)
         worth = jnp.where(candidates.place < W, order, -jnp.inf)
     _, kept = jax.lax.top_k(worth, tree.n_nodes - 1)
     kept = jnp.sort(kept, axis=1)

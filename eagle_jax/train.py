@@ -367,7 +367,7 @@ def _chunked_fwd(
     inside = jnp.ones(vocab, bool)
     if draft_to_target is not None:
         inside = jnp.zeros(vocab, bool).at[draft_to_target].set(True)
-    back = jnp.arange(n_steps, dtype=jnp.int32) + (cfg.head != "small")
+    back = jnp.arange(n_steps, dtype=jnp.int32) + int(cfg.head != "small")
 
     def chunk_loss(
         trained: Params, out: Array, feature: Array, reaches: Array
