@@ -505,6 +505,8 @@ class Writer:
     def run(self) -> None:
         progress = Progress("write", self.settings.answer_tokens)
         began, before = time.monotonic(), sum(self.n_tokens)
+        if before:
+            print(f"{self.n_kept} conversations with {before} answer tokens are there")
         for group in range(len(self.n_tokens)):
             for _ in self._answers(group):
                 done = sum(self.n_tokens)
