@@ -296,12 +296,63 @@ def loop(
     return end.state, generation
 
 
+def advance(
+    params: Params,
+    state: DecodeState,
+    left: Int[Array, " B"],
+    cfg: DecodeConfig,
+    n_steps: int,
+) -> tuple[DecodeState, Int[Array, "B L M"], Int[Array, "B L"]]:
+    """Takes `n_steps` = L steps, whether rows end or not. Donate `state`.
+
+    Args:
+      left: tokens each row may still emit; at 0 it is done. The last block of a row may
+        overrun it by less than its length.
+
+    Returns:
+      The new state, each step's tokens, and how many of them are new.
+    """
+
+    def body(carry: tuple[DecodeState, Int[Array, " B"]], _: None):
+        state, left = carry
+        state = state._replace(done=state.done | (left <= 0))
+        state, info = step(params, state, cfg)
+        return (state, left - info.n_emitted), (info.tokens, info.n_emitted)
+
+    (state, left), (tokens, n_emitted) = jax.lax.scan(
+        body, (state, left), length=n_steps
+    )
+    state = state._replace(done=state.done | (left <= 0))
+    return state, tokens.swapaxes(0, 1), n_emitted.swapaxes(0, 1)
+
+
+def replace_row(
+    state: DecodeState, part: DecodeState, row: Int[Array, ""]
+) -> DecodeState:
+    """Puts the only row of `part` in the place of row `row`. Donate `state`.
+
+    `part` may have fewer cache slots: what stands behind its tokens is never read.
+    """
+
+    def put(old: Array, new: Array) -> Array:
+        start = [row, *[0] * (old.ndim - 1)]
+        if old.ndim == 2:  # the draft's hidden, the one array with rows second
+            start.reverse()
+        return jax.lax.dynamic_update_slice(old, new, start)
+
+    return jax.tree.map(put, state, part)
+
+
 jit_empty = jax.jit(empty, static_argnames=("cfg", "slots"))
 jit_prefill = jax.jit(prefill, static_argnames="cfg", donate_argnames="state")
 jit_step = jax.jit(step, static_argnames="cfg", donate_argnames="state")
 jit_loop = jax.jit(
     loop, static_argnames=("cfg", "max_new_tokens"), donate_argnames="state"
 )
+jit_advance = jax.jit(
+    advance, static_argnames=("cfg", "n_steps"), donate_argnames="state"
+)
+jit_replace_row = jax.jit(replace_row, donate_argnames="state")
 
 
 def row_keys(seed: int, rows: int) -> Key[Array, " B"]:

@@ -74,14 +74,14 @@ def tokens_per_second(answers: Sequence[Answer], with_prefill: bool) -> float:
     return float(np.mean(speeds)) if speeds else float("nan")
 
 
-def loops(tokens: Sequence[int]) -> bool:
+def loops(tokens: Sequence[int], least: int = 24) -> bool:
     """Tells whether an answer ends in a loop: its last tokens repeat one phrase.
 
     A phrase of up to 32 tokens that stands at the end three times or more, over at least
-    24 tokens. Such answers are easy to draft and flatter tau.
+    `least` tokens. Such answers are easy to draft and flatter tau.
     """
     for period in range(1, 33):
-        span = max(3 * period, 24)
+        span = max(3 * period, least)
         if len(tokens) < span:
             continue
         tail = list(tokens[-span:])
