@@ -111,14 +111,21 @@ def attention(
     H, C, B, T = q.shape
     K = segments[0].k.shape[1]
     precision = "highest" if q.dtype == jnp.float32 else None
+    # Batch dimensions stand first and in the cache's order on both sides: otherwise
+    # compilers transpose, that is copy, the whole cache in every step.
+    product = functools.partial(jax.lax.dot_general, precision=precision)
     einsum = functools.partial(jnp.einsum, precision=precision)
+    batch = ((0, 1), (0, 1))
     grouped = q.reshape(K, H // K, C, B, T) * jnp.asarray(C**-0.5, q.dtype)
+    grouped = grouped.transpose(3, 0, 1, 4, 2)  # B K G T C
+    queries = grouped.reshape(B, K, -1, C)
     scores = []
     for k, _, mask in segments:
-        score = einsum("KGCBT,BKCS->BKGTS", grouped, k).astype(jnp.float32)
+        score = product(queries, k, (((3,), (2,)), batch)).astype(jnp.float32)
+        score = score.reshape(B, K, -1, T, k.shape[-1])
         scores.append(jnp.where(mask[:, None, None], score, -1e30))
     for k, _ in own:
-        score = einsum("KGCBT,BKCT->BKGT", grouped, k).astype(jnp.float32)
+        score = einsum("BKGTC,BKCT->BKGT", grouped, k).astype(jnp.float32)
         scores.append(score[..., None])
     top = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
     weights = [jnp.exp(score - jax.lax.stop_gradient(top)) for score in scores]
@@ -126,10 +133,11 @@ def attention(
     shares = [(w / total).astype(q.dtype) for w in weights]
     out = jnp.zeros((), q.dtype)
     for p, (_, v, _) in zip(shares, segments, strict=False):
-        out = out + einsum("BKGTS,BKCS->KGCBT", p, v)
+        mixed = product(p.reshape(B, K, -1, p.shape[-1]), v, (((3,), (3,)), batch))
+        out = out + mixed.reshape(grouped.shape)
     for p, (_, v) in zip(shares[len(segments) :], own, strict=True):
-        out = out + einsum("BKGT,BKCT->KGCBT", p[..., 0], v)
-    return out.reshape(H, C, B, T)
+        out = out + einsum("BKGT,BKCT->BKGTC", p[..., 0], v)
+    return out.transpose(1, 2, 4, 0, 3).reshape(H, C, B, T)
 
 
 def merge(block: Params) -> Params:

@@ -41,8 +41,6 @@ flags.DEFINE_integer("batch", 1, "Prompts decoded together.")
 flags.DEFINE_bool("retrain", False, "Train even if the head is there.")
 flags.DEFINE_bool("force", False, "Measure even if the result line is there.")
 
-QUESTIONS = common.ROOT / "experiments" / "data" / "questions"
-
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
@@ -71,6 +69,8 @@ def main() -> None:
     entries = []
     for variant in chosen:
         folder, method = None, plain
+        if variant.name == "vanilla_twice":
+            method = plain._replace(copies=2)
         if variant.head["head"] != "none":
             if variant.trained_as:
                 folder = (
@@ -156,7 +156,7 @@ def configure() -> tuple[Config, Preset, list[Variant]]:
 
 def read_questions(preset: Preset) -> dict[str, list[Question]]:
     """Reads the sets and takes the first prompts of each."""
-    path = Path(FLAGS.questions or QUESTIONS)
+    path = Path(FLAGS.questions or evaluator.QUESTIONS)
     if not path.exists():
         raise ValueError(f"there is no {str(path)!r} to read questions from")
     sets = data.read_questions(path)

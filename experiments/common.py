@@ -93,15 +93,15 @@ def _prepare_jax() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def load_config() -> Config:
-    """Reads --config and applies every --set."""
-    path = Path(FLAGS.config)
+def read_config(name: str) -> Config:
+    """Reads a config file, given by its path or by its path in this project."""
+    path = Path(name)
     if not path.exists():
-        path = ROOT / FLAGS.config
+        path = ROOT / name
     if not path.is_file():
         files = (ROOT / "configs").glob("[a-z]*.py")
         known = ", ".join(sorted(f"configs/{p.name}" for p in files))
-        raise ValueError(f"no config file {FLAGS.config!r}; there are {known}")
+        raise ValueError(f"no config file {name!r}; there are {known}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -109,7 +109,12 @@ def load_config() -> Config:
     if not hasattr(module, "get_config"):
         raise ValueError(f"{path} has no function get_config()")
     cfg: Config = module.get_config()
-    cfg = config_lib.override(cfg, *FLAGS.set)
+    return cfg
+
+
+def load_config() -> Config:
+    """Reads --config and applies every --set."""
+    cfg = config_lib.override(read_config(FLAGS.config), *FLAGS.set)
     for field, dtype in {"dtype": cfg.dtype, "train.dtype": cfg.train.dtype}.items():
         if dtype not in DTYPES:
             raise ValueError(

@@ -16,14 +16,21 @@ from eagle_jax.config import DecodeConfig, DraftConfig, TreeConfig
 from eagle_jax.data import Question
 from eagle_jax.layers import Params
 from eagle_jax.metrics import Answer, Turn
-from experiments.common import Progress, Setup
+from experiments.common import ROOT, Progress, Setup
+
+QUESTIONS = ROOT / "experiments" / "data" / "questions"
 
 
 class Method(NamedTuple):
-    """A way to decode: parameters with the draft tied in, and its config."""
+    """A way to decode: parameters with the draft tied in, and its config.
+
+    `copies` of every prompt are decoded side by side and the first one counts: another
+    shape of the same computation, the control for rounding.
+    """
 
     params: Params
     cfg: DecodeConfig
+    copies: int = 1
 
 
 def plain_method(setup: Setup) -> Method:
@@ -104,7 +111,7 @@ def _decode(
     seed: int,
     max_len: int,
 ) -> list[Turn]:
-    params, cfg = method
+    params, cfg, _ = method
     began = time.perf_counter()
     state = decode.start(params, prompts, cfg, max_new_tokens, seed, max_len)
     jax.block_until_ready(state)
@@ -157,8 +164,12 @@ def run_task(
             prompts = [_prompt(setup, questions[i], answers[i]) for i in asking]
             try:
                 new = answer(
-                    method, prompts, max_new_tokens, setup.cfg.seed, setup.cfg.max_len
-                )
+                    method,
+                    prompts * method.copies,
+                    max_new_tokens,
+                    setup.cfg.seed,
+                    setup.cfg.max_len,
+                )[: len(prompts)]
             except ValueError as fault:
                 ids = ", ".join(str(questions[i].id) for i in asking)
                 raise ValueError(
@@ -210,6 +221,11 @@ def _compare(
     return TaskResult(ours, baseline, n_identical, n_near, mismatches)
 
 
+def first_prompt(setup: Setup, question: Question) -> list[int]:
+    """Returns the token ids of a question's first turn."""
+    return _prompt(setup, question, [])
+
+
 def check_prompts(
     setup: Setup, sets: dict[str, list[Question]], max_new_tokens: int
 ) -> None:
@@ -249,7 +265,8 @@ class Tie(NamedTuple):
 
     Args:
       gap: target's top-2 logit gap there.
-      noise: largest logit difference between a tree-shaped and a one-token forward.
+      noise: largest logit difference between the method's forward (all nodes of a tree, all
+        copies of a prompt) and one of one token.
     """
 
     at: int
@@ -270,14 +287,15 @@ def near_tie(
         min(len(ours), len(theirs)),
     )
     context = prompt + theirs[:at]
-    params, cfg = method
-    state = decode.start(params, [context[:-1]], cfg, 2)
+    params, cfg, copies = method
     n_nodes = cfg.tree.n_nodes
     root = jnp.asarray(context[-1:], jnp.int32)
-    one = _node_logits(params["target"], state, root[None], cfg)
     filler = jnp.asarray(context[-n_nodes:], jnp.int32)[None]
     many = jnp.concatenate([root[None], filler], axis=1)[:, :n_nodes]
-    tree = _node_logits(params["target"], state, many, cfg)
+    state = decode.start(params, [context[:-1]], cfg, 2)
+    one = _node_logits(params["target"], state, root[None], cfg)
+    state = decode.start(params, [context[:-1]] * copies, cfg, 2)
+    tree = _node_logits(params["target"], state, jnp.tile(many, (copies, 1)), cfg)
     best = np.sort(np.asarray(one))
     return Tie(
         at=at,
@@ -289,10 +307,10 @@ def near_tie(
 def _node_logits(
     params: Params, state: decode.DecodeState, tokens: jax.Array, cfg: DecodeConfig
 ) -> jax.Array:
-    """Logits of the first of several nodes that do not see each other."""
-    n = tokens.shape[1]
-    positions = jnp.broadcast_to(state.target_cache.length[:, None], (1, n))
-    mask = jnp.eye(n, dtype=bool)[None]
+    """Logits of the first of several nodes that do not see each other, in row 0."""
+    rows, n = tokens.shape
+    positions = jnp.broadcast_to(state.target_cache.length[:, None], (rows, n))
+    mask = jnp.broadcast_to(jnp.eye(n, dtype=bool), (rows, n, n))
     out = target.forward(
         params, tokens, positions, mask, state.target_cache, cfg.target
     )

@@ -67,7 +67,7 @@ def answer(setup: Setup, method: Method, messages: list[dict[str, str]]) -> str:
     """Streams one answer and prints what it took."""
     rendered = text_lib.render(setup.text, messages, add_generation_prompt=True)
     prompt = text_lib.encode(setup.text, rendered)
-    params, cfg = method
+    params, cfg = method.params, method.cfg
     state = decode.start(
         params, [prompt], cfg, FLAGS.max_new_tokens, setup.cfg.seed, setup.cfg.max_len
     )

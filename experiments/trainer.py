@@ -49,14 +49,24 @@ class Job(NamedTuple):
     start: Params | None  # parameters to start from instead of fresh ones
 
 
+def read_samples(setup: Setup, paths: tuple[Path, ...]) -> list[Sample]:
+    """Reads and tokenises training conversations, and prints what was found."""
+    cfg = setup.cfg.train
+    samples, report = data.load_samples(
+        setup.text, paths, cfg.row_length, cfg.long_samples
+    )
+    print("data     " + data.describe(report).replace("\n", "\n         "))
+    return samples
+
+
 def plan(
     setup: Setup,
     variant: Variant,
-    paths: tuple[Path, ...],
+    samples: list[Sample],
     out: Path,
     start_from: Path | None = None,
 ) -> Job:
-    """Reads the data, counts the steps and names the folders.
+    """Splits the data, counts the steps and names the folders.
 
     Args:
       start_from: folder of a head of the same kind whose parameters, and whose draft
@@ -65,10 +75,6 @@ def plan(
     setup = setup._replace(cfg=variants.apply(variant, setup.cfg))
     cfg = setup.cfg
     head = variants.head_config(variant, cfg, setup.target_cfg)
-    samples, report = data.load_samples(
-        setup.text, paths, cfg.train.row_length, cfg.train.long_samples
-    )
-    print("data     " + data.describe(report).replace("\n", "\n         "))
     kept, held_out = data.split(samples, cfg.train.held_out, cfg.seed)
     ids = data.draft_vocabulary(kept, setup.target_cfg.vocab_size, head.vocab_size)
     start = None
@@ -78,7 +84,7 @@ def plan(
     tokens = sum(len(s.tokens) for s in kept)
     supervised = sum(int(s.mask.sum()) for s in kept)
     print(
-        f"         {len(kept)} conversations, {tokens} tokens, {supervised} supervised "
+        f"{variant.trained_as}: {len(kept)} conversations, {tokens} tokens, {supervised} supervised "
         f"({supervised / tokens:.0%}); {len(held_out)} held out; draft vocabulary "
         f"{len(ids)} covers {data.coverage(held_out, ids):.1%} of their answers"
     )

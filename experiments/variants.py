@@ -40,6 +40,8 @@ EAGLE3 = {"head": "eagle3"}
 # Name: (head, training, tree, whose head).
 BASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "vanilla": ({"head": "none"}, {}, "none", ""),
+    # Plain decoding of every prompt twice in a batch: how far rounding alone goes.
+    "vanilla_twice": ({"head": "none"}, {}, "none", ""),
     # What the draft reads (EAGLE-1 §5.3.2).
     "token": (EAGLE1 | {"inputs": "token"}, ONE_STEP, "static", "token"),
     "feature": (EAGLE1 | {"inputs": "feature"}, ONE_STEP, "static", "feature"),

@@ -127,7 +127,7 @@ def continue_all(
     Raises:
       FloatingPointError: the target's logits were not finite.
     """
-    params, cfg = method
+    params, cfg = method.params, method.cfg
     jobs = iter(jobs)
     state = decode.jit_empty(decode.row_keys(0, batch), cfg, slots)
     rows: list[_Row | None] = [None] * batch
