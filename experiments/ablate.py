@@ -15,7 +15,7 @@ from rich.table import Table
 
 from eagle_jax import data, heads
 from eagle_jax.config import Config, fingerprint
-from eagle_jax.data import Question
+from eagle_jax.data import Question, Sample
 from experiments import common, evaluator, trainer, variants
 from experiments.common import Progress, Setup
 from experiments.evaluator import Method, TaskResult
@@ -66,6 +66,8 @@ def main() -> None:
     print(f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.dtype}")
     evaluator.check_prompts(setup, questions, preset.max_new_tokens)
     plain = evaluator.plain_method(setup)
+    paths = tuple(map(Path, FLAGS.data)) or trainer.TRAINING_DATA
+    samples: list[Sample] = []  # read when the first head asks for them
     entries = []
     for variant in chosen:
         folder, method = None, plain
@@ -73,9 +75,9 @@ def main() -> None:
             method = plain._replace(copies=2)
         if variant.head["head"] != "none":
             if variant.trained_as:
-                folder = (
-                    Path(FLAGS.head) if FLAGS.head else get_head(setup, variant, out)
-                )
+                if not FLAGS.head:
+                    samples = samples or trainer.read_samples(setup, paths)
+                folder = Path(FLAGS.head or get_head(setup, variant, samples, out))
             tree = variants.tree_of(variant, cfg)
             method = evaluator.load_method(setup, folder, tree)
             check_kind(variant, method, folder)
@@ -163,11 +165,10 @@ def read_questions(preset: Preset) -> dict[str, list[Question]]:
     return {task: rows[: preset.prompts_per_set] for task, rows in sets.items()}
 
 
-def get_head(setup: Setup, variant: Variant, out: Path) -> Path:
+def get_head(setup: Setup, variant: Variant, samples: list[Sample], out: Path) -> Path:
     """Returns the folder of a variant's head, trained first if it is not there."""
-    paths = tuple(map(Path, FLAGS.data)) or trainer.TRAINING_DATA
     start_from = Path(FLAGS.start_from) if FLAGS.start_from else None
-    job = trainer.plan(setup, variant, paths, out, start_from)
+    job = trainer.plan(setup, variant, samples, out, start_from)
     if job.head.exists() and not (FLAGS.retrain and job.head not in _trained):
         print(f"head     {job.head} is there and is used; --retrain trains it again")
         return job.head

@@ -84,9 +84,9 @@ def plan(
     tokens = sum(len(s.tokens) for s in kept)
     supervised = sum(int(s.mask.sum()) for s in kept)
     print(
-        f"{variant.trained_as}: {len(kept)} conversations, {tokens} tokens, {supervised} supervised "
-        f"({supervised / tokens:.0%}); {len(held_out)} held out; draft vocabulary "
-        f"{len(ids)} covers {data.coverage(held_out, ids):.1%} of their answers"
+        f"{variant.trained_as}: {len(kept)} conversations, {tokens} tokens, {supervised} "
+        f"supervised ({supervised / tokens:.0%}); {len(held_out)} held out; draft "
+        f"vocabulary {len(ids)} covers {data.coverage(held_out, ids):.1%} of their answers"
     )
     per_step = _supervised_per_step(kept, cfg)
     n_steps = max(1, round(cfg.train.supervised_tokens / per_step))

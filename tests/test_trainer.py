@@ -125,7 +125,9 @@ def plan(setup: Setup, out: Path, **changes: Any) -> Job:
     settings = dataclasses.replace(setup.cfg.train, **changes)
     cfg = dataclasses.replace(setup.cfg, train=settings)
     data = (drivers.home() / "train.jsonl",)
-    return trainer.plan(setup._replace(cfg=cfg), variants.parse("eagle3"), data, out)
+    setup = setup._replace(cfg=cfg)
+    samples = trainer.read_samples(setup, data)
+    return trainer.plan(setup, variants.parse("eagle3"), samples, out)
 
 
 class Steps:
