@@ -268,7 +268,8 @@ def _node_logits(
     out = target.forward(
         params, tokens, positions, mask, state.target_cache, cfg.target
     )
-    return target.logits(params, out.top[:, :, :1])[:, 0, 0]
+    logits = target.logits(params, out.top[:, :, :1])
+    return logits[: cfg.target.n_tokens or None, 0, 0]
 
 
 def summary(result: TaskResult, depth: int, greedy: bool) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from absl import flags
 from absl.testing import flagsaver
 
 from configs import tiny as tiny_config
+from eagle_jax import text as text_lib
+from eagle_jax import weights
+from eagle_jax.config import TargetConfig
 from eagle_jax.data import Question
 from eagle_jax.metrics import Turn
 from experiments import ablate, common, evaluator
@@ -237,6 +240,31 @@ def test_a_prompt_longer_than_the_cache_is_found_before_training(
             "--preset=smoke",
         )
     assert not (tmp_path / "out" / "training").exists()
+
+
+def test_what_a_target_leaves_open_comes_from_its_tokenizer(
+    setup, tmp_path, monkeypatch, capsys
+):
+    """R115, R505: the end token, and where the padding of the vocabulary begins."""
+
+    def completed(cfg: TargetConfig) -> TargetConfig:
+        monkeypatch.setattr(weights, "load_target", lambda *_, **__: (cfg, {}))
+        return common.load_setup(setup.cfg).target_cfg
+
+    monkeypatch.setattr(weights, "resolve", lambda _: tmp_path)
+    monkeypatch.setattr(weights, "target_hash", lambda _: "0123")
+    monkeypatch.setattr(text_lib, "load_text", lambda _: setup.text)
+    setup = setup._replace(cfg=dataclasses.replace(setup.cfg, target_source="folder"))
+    bare = dataclasses.replace(setup.target_cfg, eos_ids=(), vocab_size=272)
+    assert completed(bare) == dataclasses.replace(bare, eos_ids=(0,), n_tokens=258)
+    named = dataclasses.replace(setup.target_cfg, eos_ids=(7, 8))
+    assert completed(named) == named
+    assert capsys.readouterr().out == ""
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    completed(named)  # R103
+    said = capsys.readouterr().out
+    assert "generation_config.json is not applied" in said
+    assert "repetition_penalty=1.05" in said
 
 
 def test_a_later_turn_without_room_names_its_question(setup, monkeypatch):

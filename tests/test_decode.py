@@ -334,6 +334,17 @@ def test_text_ends_with_any_end_token_wherever_it_stands_in_a_block(counting):
     ).all()
 
 
+def test_padding_of_the_vocabulary_is_never_emitted():
+    """R505: rows of no token, with the largest logits, that the draft wants as well."""
+    table = np.zeros((COUNT, COUNT))
+    table[:, 9:] = 50.0
+    known = dataclasses.replace(CT, n_tokens=9, eos_ids=())
+    params = tiny.markov_params(table, table, known, CD)
+    cfg = DecodeConfig(known, CD, tree.chain(1), SamplingConfig(temperature=1.0))
+    texts = decode.generate(params, [[x] for x in STARTS], cfg, 20)
+    assert {token for text in texts for token in text} == set(range(9))
+
+
 @pytest.mark.parametrize("limit", [1, 3])
 def test_text_is_cut_at_the_limit_inside_a_block(counting, limit):
     texts = decode.generate(counting, [[x] for x in STARTS], COUNTING, limit)
@@ -372,9 +383,10 @@ def test_prompts_that_cannot_work_are_refused(counting):
         with pytest.raises(ValueError, match=r"must lie in \[0, 12\)"):
             start(bad)
     scaling = RopeScaling("dynamic", 2.0, original_length=16)
-    stretched = dataclasses.replace(CT, rope_scaling=scaling)
-    with pytest.raises(ValueError, match="beyond its original length 16"):
-        start([[1] * 20], dataclasses.replace(COUNTING, target=stretched))
+    for whose in ("target", "draft"):
+        stretched = dataclasses.replace(getattr(COUNTING, whose), rope_scaling=scaling)
+        with pytest.raises(ValueError, match=f"of the {whose} beyond its .* length 16"):
+            start([[1] * 20], dataclasses.replace(COUNTING, **{whose: stretched}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
