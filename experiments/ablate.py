@@ -78,6 +78,7 @@ def main() -> None:
             )
     rows = measure(setup, method, plain, questions, preset, folder, out)
     print_table(rows, method.cfg.tree.depth)
+    warn_of_wiring(rows, method.cfg)
     if folder is not None:
         flags_used = common.used_flags()
         print(f"\nThe head is in {folder}. To talk to the target with it:")
@@ -269,6 +270,18 @@ def print_table(rows: list[dict[str, Any]], depth: int) -> None:
         "decoding in the same run; compilation and warm-up are never counted. The last "
         "line averages the sets."
     )
+
+
+def warn_of_wiring(rows: list[dict[str, Any]], cfg: DecodeConfig) -> None:
+    """Says so if hardly a draft is accepted: a head that is wired right does better."""
+    accepted = mean_row(rows, cfg.tree.depth)["acceptance_by_depth"][:1]
+    if accepted and accepted[0] is not None and accepted[0] < 0.05:
+        print(
+            f"\nWARNING: only {accepted[0]:.1%} of the steps accepted a drafted token. Is "
+            f"the head trained well, for this target and its chat template, on the inputs "
+            f"of layers {cfg.target.taps}? experiments.convert --check=HEAD lists doubts; "
+            f"--set=taps=[...] sets the layers of a head that names none."
+        )
 
 
 def mean_row(rows: list[dict[str, Any]], depth: int) -> dict[str, Any]:

@@ -13,12 +13,13 @@ import drivers
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from absl import flags
 from absl.testing import flagsaver
 
 from configs import tiny as tiny_config
 from eagle_jax import text as text_lib
-from eagle_jax import weights
+from eagle_jax import tree, weights
 from eagle_jax.config import TargetConfig
 from eagle_jax.data import Question
 from eagle_jax.metrics import Turn
@@ -372,6 +373,29 @@ def test_numbers_that_do_not_exist_are_null_and_a_dash(capsys):
     assert len(table) == 3 and table[1].count(" - ") >= 6
     # The mean leaves out what is not there.
     assert " 1.00 " in table[2] and "2 of 2" in table[2] and "1 of 2" in table[2]
+
+
+@pytest.mark.parametrize(
+    ("shares", "warns"), [([0.0, 0.09], True), ([0.0, 0.11], False), ([None], False)]
+)
+def test_a_head_of_hardly_any_accepted_draft_warns(capsys, shares, warns):
+    counts = dict.fromkeys(("n_prompts", "n_looping", "n_identical", "n_near_tie"), 1)
+    rest = ("tau_pooled", "tau_by_prompt", "tau_without_loops", "tokens_per_second")
+    rest += ("speedup", "speedup_with_prefill")
+    rows = [
+        counts | dict.fromkeys(rest) | {"acceptance_by_depth": [share]}
+        for share in shares
+    ]
+    t = tiny.target_config(taps=(0, 1, 2))
+    cfg = ablate.DecodeConfig(t, tiny.draft_config(t), tree.chain(1))
+    ablate.warn_of_wiring(rows, cfg)  # R301
+    said = capsys.readouterr().out
+    assert ("WARNING: only 4.5% of the steps" in said) == warns
+    assert ("inputs of layers (0, 1, 2)" in said) == warns
+    for row in rows:
+        row["acceptance_by_depth"] = []
+    ablate.warn_of_wiring(rows, ablate.DecodeConfig(t))  # plain decoding drafts none
+    assert capsys.readouterr().out == ""
 
 
 def test_above_temperature_0_identity_is_not_claimed():
