@@ -348,7 +348,8 @@ def start(
         raise ValueError("every prompt needs at least one token, got an empty one")
     longest = max(len(prompt) for prompt in prompts)
     # The last step starts with at most prompt + new - 1 committed and writes depth + 1;
-    # the last chunk of a prompt is written whole.
+    # the last chunk of a prompt is written whole. A row that has ended is still written,
+    # at the end of its cache at worst: behind those prompt + new - 1 again.
     padded = -(-longest // CHUNK) * CHUNK
     needed = max(padded, longest + max_new_tokens + cfg.tree.depth)
     slots = bucket(needed) if max_len is None else min(bucket(needed), max_len)
