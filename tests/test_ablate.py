@@ -13,6 +13,7 @@ import drivers
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 import tiny
 from absl import flags
 from absl.testing import flagsaver
@@ -286,6 +287,49 @@ def test_a_later_turn_without_room_names_its_question(setup, monkeypatch):
             common.Progress("decode", 1),
             0,
         )
+
+
+def test_where_two_texts_part_the_gap_of_the_target_is_measured():
+    """R102: against NumPy, and against the rounding between forwards of two shapes."""
+    t = tiny.target_config(vocab_size=50, n_layers=1)
+    d = tiny.draft_config(t)
+    params = tiny.params(3, t, d)
+    cfg = ablate.DecodeConfig(t, d, tree.chain(3))
+    method = evaluator.Method(params, cfg)
+    prompt, text = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
+    tie = evaluator.near_tie(method, prompt, [9, 2, 7, 5, 3], text)
+    logits = reference.llama(params["target"], [*prompt, 9, 2], t)["logits"][-1]
+    best = np.sort(logits)
+    np.testing.assert_allclose(tie.gap, best[-1] - best[-2], atol=1e-5)
+    assert tie.at == 2 and tie.gap > 1e-3 > tie.noise and not tie.is_near
+    # A second token with the same logits everywhere: no gap at all.
+    head, most = params["target"]["head"], int(np.argmax(logits))
+    params["target"]["head"] = head.at[most - 1].set(head[most])
+    tie = evaluator.near_tie(method, prompt, [9, 2, 7, 5, 3], text)
+    assert tie.gap == 0
+    assert evaluator.Tie(0, 0.01, 0.02).is_near
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.5])
+def test_texts_that_differ_are_counted_and_near_ties_apart(setup, monkeypatch, noise):
+    plain = evaluator.Method({}, ablate.DecodeConfig(setup.target_cfg))
+    drafted = evaluator.Method({}, plain.cfg)
+    others = {"a": [1, 2, 3], "b": [1, 5, 3]}
+
+    def answer(method: Any, prompts: Any, *_: Any) -> list[Turn]:
+        said = "b" if method is drafted and "b" in prompts else "a"
+        return [Turn(others[said], [0, 0], [1, 1], 1.0, 1.0)]
+
+    monkeypatch.setattr(evaluator, "answer", answer)
+    monkeypatch.setattr(evaluator, "_prompt", lambda _, question, __: question.turns[0])
+    tie = evaluator.Tie(1, 0.3, noise)
+    monkeypatch.setattr(evaluator, "near_tie", lambda *_: tie)
+    asked = [Question(8, "", ["a"]), Question(9, "", ["b"])]
+    progress = common.Progress("decode", 2)
+    result = evaluator.run_task(setup, drafted, plain, "sum", asked, 3, 1, progress, 0)
+    assert result.n_identical == 1
+    assert result.n_near_tie == (noise > 0.3)
+    assert result.mismatches == [f"sum 9 turn 0: {tie}"]
 
 
 def test_a_head_of_another_target_of_the_same_shape_warns(setup, capsys):

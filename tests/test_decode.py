@@ -88,6 +88,16 @@ def test_greedy_output_with_an_eagle1_head_is_that_of_plain_decoding(n_layers):
     assert decode.generate(p, PROMPTS, cfg, NEW) == want
 
 
+@pytest.mark.slow
+def test_200_prompts_of_128_tokens_are_those_of_plain_decoding(params):
+    """R102."""
+    rng = np.random.default_rng(9)
+    prompts = [rng.integers(0, V, n).tolist() for n in rng.integers(1, 32, 200)]
+    want = decode.generate(params, prompts, DecodeConfig(T), 128)
+    assert decode.generate(params, prompts, GROWN, 128) == want
+    assert len({tuple(text) for text in want}) > 190
+
+
 @pytest.mark.parametrize("row", range(3))
 def test_a_row_of_a_batch_equals_its_own_run(params, plain, row):
     assert decode.generate(params, [PROMPTS[row]], GROWN, NEW) == [plain[row]]
