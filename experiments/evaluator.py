@@ -1,6 +1,7 @@
 """Decodes evaluation prompts, speculatively and plainly in turn, and counts."""
 
 import dataclasses
+import functools
 import math
 import time
 from pathlib import Path
@@ -258,6 +259,7 @@ def near_tie(
     )
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
 def _node_logits(
     params: Params, state: decode.DecodeState, tokens: jax.Array, cfg: DecodeConfig
 ) -> jax.Array:
