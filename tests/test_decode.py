@@ -253,6 +253,15 @@ def test_nan_behind_the_committed_values_is_reported_and_stays_in_its_row(
         decode.unpack(out)
 
 
+def test_float32_products_ask_for_full_precision(params):
+    """R707: TPUs round the inputs of products to bfloat16 unless asked not to."""
+    state = jax.eval_shape(lambda: decode.empty(decode.row_keys(0, 3), GROWN, 256))
+    said = str(jax.make_jaxpr(lambda p, s: decode.step(p, s, GROWN))(params, state))
+    n_products = said.count("dot_general[")
+    assert n_products > 20
+    assert said.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == n_products
+
+
 def test_trace_gives_what_generate_gives(params, plain):
     rows, infos = decode.trace(params, PROMPTS, GROWN, NEW)
     assert rows == plain
