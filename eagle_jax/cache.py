@@ -1,6 +1,9 @@
 """The K/V cache of committed tokens: the only code that touches cache slots.
 
-Slots below `length` hold committed tokens in order; slots at or above it are never read.
+Slots below `length` hold committed tokens in order; slots at or above it get weight 0, so
+any finite number may stand there. A NaN would not do, 0 x NaN being NaN, but zeroing the
+values there would cost compilers another pass over the cache. None gets there unless the
+target itself makes it, and then the row is reported (`decode.unpack`), never altered.
 A forward reads the cache and returns the keys and values of its own tokens beside it; only
 `append` writes, once a step, after every read. So under a `while_loop` with donated state
 the write happens in place, and a rejected node never enters the cache at all.

@@ -6,6 +6,7 @@ config is built, before anything is compiled.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -29,7 +30,12 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """Sizes of a Llama-family target. `taps` are the layers whose *inputs* are features."""
+    """Sizes of a Llama-family target.
+
+    Args:
+      n_tokens: ids from here on are padding of the vocabulary and never sampled; 0: none.
+      taps: the layers whose *inputs* are features.
+    """
 
     name: str
     vocab_size: int
@@ -47,6 +53,7 @@ class TargetConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     eos_ids: tuple[int, ...] = ()
+    n_tokens: int = 0
     taps: tuple[int, ...] = ()
     dtype: str = "float32"
 
@@ -196,10 +203,12 @@ class TreeConfig:
 
     def _check_paths(self) -> None:
         seen: set[RankPath] = {()}
-        if list(self.paths) != sorted(self.paths, key=lambda p: (len(p), p)):
-            raise ValueError(
-                "static tree paths must be sorted by length, then by ranks"
-            )
+        for before, path in itertools.pairwise(self.paths):
+            if (len(path), path) < (len(before), before):
+                raise ValueError(
+                    f"static tree paths must be sorted by length, then by ranks: {path} "
+                    f"stands behind {before}; use tree.static(paths), which sorts them"
+                )
         for path in self.paths:
             if not path or any(rank < 0 for rank in path):
                 raise ValueError(

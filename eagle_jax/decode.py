@@ -86,7 +86,7 @@ def prefill(
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
     out = target.forward(params["target"], tokens, positions, mask, cache, cfg.target)
     last = jnp.maximum(count - 1, 0)[None, :, None]
-    logits = target.logits(params["target"], jnp.take_along_axis(out.top, last, axis=2))
+    logits = _score(params, jnp.take_along_axis(out.top, last, axis=2), cfg)
     keys = _step_keys(state.keys, cache.length + count - 1)
     sampled = verify.sample(keys, logits, cfg.sampling)
     at_end = (following < 0) & (jnp.arange(T)[None] < count[:, None])
@@ -136,7 +136,7 @@ def step(
         out = target.forward(
             params["target"], tree.tokens, positions, mask, cache, cfg.target
         )
-        logits = target.logits(params["target"], out.top)
+        logits = _score(params, out.top, cfg)
     with jax.named_scope("verify"):
         if log_q is None:
             sampled = verify.sample(keys, logits, cfg.sampling)
@@ -179,6 +179,17 @@ def step(
     )
     n_accepted = jnp.where(live, verdict.n_accepted, 0)
     return state, StepInfo(tokens, n_emitted, n_accepted, tree, verdict.path)
+
+
+def _score(
+    params: Params, top: Float[Array, "D B T"], cfg: DecodeConfig
+) -> Float[Array, "V B T"]:
+    """Scores the next token; padding of the vocabulary is no token."""
+    logits = target.logits(params["target"], top)
+    if not cfg.target.n_tokens:
+        return logits
+    is_token = jnp.arange(logits.shape[0]) < cfg.target.n_tokens
+    return jnp.where(is_token[:, None, None], logits, -jnp.inf)
 
 
 def _emit(
@@ -388,7 +399,8 @@ def start(
         raise ValueError("every prompt needs at least one token, got an empty one")
     longest = max(len(prompt) for prompt in prompts)
     # The last step starts with at most prompt + new - 1 committed and writes depth + 1;
-    # the last chunk of a prompt is written whole.
+    # the last chunk of a prompt is written whole. A row that has ended is still written,
+    # at the end of its cache at worst: behind those prompt + new - 1 again.
     padded = -(-longest // CHUNK) * CHUNK
     needed = max(padded, longest + max_new_tokens + cfg.tree.depth)
     slots = bucket(needed) if max_len is None else min(bucket(needed), max_len)
@@ -398,12 +410,16 @@ def start(
             f"tree depth={cfg.tree.depth} need {needed} cache slots, max_len={slots}; "
             f"shorten the prompt or raise max_len"
         )
-    scaling = cfg.target.rope_scaling
-    if scaling and scaling.kind == "dynamic" and needed > scaling.original_length:
-        raise ValueError(
-            f"dynamic rope scaling beyond its original length {scaling.original_length} "
-            f"is not supported, this run needs {needed} positions; shorten it"
-        )
+    for whose, scaling in {
+        "target": cfg.target.rope_scaling,
+        "draft": cfg.draft.rope_scaling,
+    }.items():
+        if scaling and scaling.kind == "dynamic" and needed > scaling.original_length:
+            raise ValueError(
+                f"dynamic rope scaling of the {whose} beyond its original length "
+                f"{scaling.original_length} is not supported, this run needs {needed} "
+                f"positions; shorten it"
+            )
     top = max(max(prompt) for prompt in prompts)
     if top >= cfg.target.vocab_size or min(min(prompt) for prompt in prompts) < 0:
         raise ValueError(

@@ -242,12 +242,30 @@ def load_target(
         fields = _hf_config(path)
         style, tensors, permuted = 0, {}, False
         for file in _weight_files(path):
-            tensors |= _read_safetensors(file)
+            shard = _read_safetensors(file)
+            if twice := sorted(shard.keys() & tensors.keys()):
+                raise ValueError(
+                    f"{file} holds {', '.join(twice)}, which an earlier shard holds too; "
+                    f"is a file of another checkpoint among them? Fetch {path} again"
+                )
+            tensors |= shard
         fields["tied"] = fields["tied"] and not _has_own_head(tensors)
     cfg = TargetConfig(dtype=dtype, taps=taps, **fields)
     if cfg.tied:
         tensors.pop(TOP["head"][style], None)
     return cfg, _assemble(path, cfg, tensors, style, permuted)
+
+
+def ignored_settings(path: Path) -> dict[str, Any]:
+    """Returns what a target's generation_config.json says beyond its end tokens.
+
+    Nothing of it is applied: a run samples as its own config says, plain decoding alike.
+    Hugging Face's `generate` applies it, a repetition penalty even to greedy decoding.
+    """
+    file = path / "generation_config.json"
+    said = _read_json(file) if file.is_file() else {}
+    of_no_account = ("_token_id", "transformers_version", "_from_model_config")
+    return {k: v for k, v in said.items() if not k.endswith(of_no_account)}
 
 
 def _has_own_head(tensors: dict[str, Stored]) -> bool:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle_jax import data, heads
-from eagle_jax.config import Config, fingerprint
+from eagle_jax.config import Config, DecodeConfig, fingerprint
 from eagle_jax.data import Question, Sample
 from experiments import common, evaluator, trainer, variants
 from experiments.common import Progress, Setup
@@ -86,6 +86,7 @@ def main() -> None:
     for entry in entries:
         own = [row for row in rows if row["variant"] == entry.variant]
         print_table(own, entry.method.cfg.tree.depth)
+        warn_of_wiring(own, entry.method.cfg)
     if len(entries) > 1:
         print_variants(rows)
     for folder in dict.fromkeys(entry.folder for entry in entries if entry.folder):
@@ -342,6 +343,18 @@ def print_variants(rows: list[dict[str, Any]]) -> None:
             f"{mean['n_identical']} of {mean['n_prompts']}" if exact else "-",
         )
     Console(width=None if Console().is_terminal else 150).print(table)
+
+
+def warn_of_wiring(rows: list[dict[str, Any]], cfg: DecodeConfig) -> None:
+    """Says so if hardly a draft is accepted: a head that is wired right does better."""
+    accepted = mean_row(rows, cfg.tree.depth)["acceptance_by_depth"][:1]
+    if accepted and accepted[0] is not None and accepted[0] < 0.05:
+        print(
+            f"\nWARNING: only {accepted[0]:.1%} of the steps accepted a drafted token. Is "
+            f"the head trained well, for this target and its chat template, on the inputs "
+            f"of layers {cfg.target.taps}? experiments.convert --check=HEAD lists doubts; "
+            f"--set=taps=[...] sets the layers of a head that names none."
+        )
 
 
 def mean_row(rows: list[dict[str, Any]], depth: int) -> dict[str, Any]:

@@ -151,7 +151,22 @@ def load_setup(cfg: Config) -> Setup:
     path = weights.resolve(cfg.target_source)
     target_cfg, params = weights.load_target(path, dtype=cfg.dtype, taps=cfg.taps)
     text = text_lib.load_text(path)
+    target_cfg = _complete(target_cfg, text)
+    if ignored := weights.ignored_settings(path):
+        said = ", ".join(f"{key}={value!r}" for key, value in ignored.items())
+        print(f"note     generation_config.json is not applied, the config is: {said}")
     return Setup(cfg, target_cfg, params, text, weights.target_hash(path))
+
+
+def _complete(cfg: TargetConfig, text: Text) -> TargetConfig:
+    """Takes from the tokenizer its end token, if no other is named, and its size."""
+    end = text.tokenizer.token_to_id(text.eos) if text.eos else None
+    n_tokens = max(text.tokenizer.get_vocab().values()) + 1
+    return dataclasses.replace(
+        cfg,
+        eos_ids=cfg.eos_ids or ((end,) if end is not None else ()),
+        n_tokens=n_tokens if n_tokens < cfg.vocab_size else 0,
+    )
 
 
 def describe_device() -> str:

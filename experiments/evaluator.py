@@ -1,6 +1,7 @@
 """Decodes evaluation prompts, speculatively and plainly in turn, and counts."""
 
 import dataclasses
+import functools
 import math
 import time
 from pathlib import Path
@@ -304,6 +305,7 @@ def near_tie(
     )
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
 def _node_logits(
     params: Params, state: decode.DecodeState, tokens: jax.Array, cfg: DecodeConfig
 ) -> jax.Array:
@@ -314,7 +316,8 @@ def _node_logits(
     out = target.forward(
         params, tokens, positions, mask, state.target_cache, cfg.target
     )
-    return target.logits(params, out.top[:, :, :1])[:, 0, 0]
+    logits = target.logits(params, out.top[:, :, :1])
+    return logits[: cfg.target.n_tokens or None, 0, 0]
 
 
 def summary(result: TaskResult, tree: TreeConfig, greedy: bool) -> dict[str, Any]:

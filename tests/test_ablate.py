@@ -13,11 +13,15 @@ import drivers
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
+import tiny
 from absl import flags
 from absl.testing import flagsaver
 
 from configs import tiny as tiny_config
-from eagle_jax.config import DecodeConfig, TreeConfig
+from eagle_jax import text as text_lib
+from eagle_jax import weights
+from eagle_jax.config import DecodeConfig, TargetConfig, TreeConfig
 from eagle_jax.data import Question
 from eagle_jax.metrics import Turn
 from eagle_jax.tree import chain
@@ -241,6 +245,31 @@ def test_a_prompt_longer_than_the_cache_is_found_before_training(
     assert not (tmp_path / "out" / "training").exists()
 
 
+def test_what_a_target_leaves_open_comes_from_its_tokenizer(
+    setup, tmp_path, monkeypatch, capsys
+):
+    """R115, R505: the end token, and where the padding of the vocabulary begins."""
+
+    def completed(cfg: TargetConfig) -> TargetConfig:
+        monkeypatch.setattr(weights, "load_target", lambda *_, **__: (cfg, {}))
+        return common.load_setup(setup.cfg).target_cfg
+
+    monkeypatch.setattr(weights, "resolve", lambda _: tmp_path)
+    monkeypatch.setattr(weights, "target_hash", lambda _: "0123")
+    monkeypatch.setattr(text_lib, "load_text", lambda _: setup.text)
+    setup = setup._replace(cfg=dataclasses.replace(setup.cfg, target_source="folder"))
+    bare = dataclasses.replace(setup.target_cfg, eos_ids=(), vocab_size=272)
+    assert completed(bare) == dataclasses.replace(bare, eos_ids=(0,), n_tokens=258)
+    named = dataclasses.replace(setup.target_cfg, eos_ids=(7, 8))
+    assert completed(named) == named
+    assert capsys.readouterr().out == ""
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    completed(named)  # R103
+    said = capsys.readouterr().out
+    assert "generation_config.json is not applied" in said
+    assert "repetition_penalty=1.05" in said
+
+
 def test_a_later_turn_without_room_names_its_question(setup, monkeypatch):
     def no_room(*_: Any) -> None:
         raise ValueError("no room: a prompt of 300 tokens")
@@ -259,6 +288,49 @@ def test_a_later_turn_without_room_names_its_question(setup, monkeypatch):
             common.Progress("decode", 1),
             0,
         )
+
+
+def test_where_two_texts_part_the_gap_of_the_target_is_measured():
+    """R102: against NumPy, and against the rounding between forwards of two shapes."""
+    t = tiny.target_config(vocab_size=50, n_layers=1)
+    d = tiny.draft_config(t)
+    params = tiny.params(3, t, d)
+    cfg = DecodeConfig(t, d, tree.chain(3))
+    method = evaluator.Method(params, cfg)
+    prompt, text = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
+    tie = evaluator.near_tie(method, prompt, [9, 2, 7, 5, 3], text)
+    logits = reference.llama(params["target"], [*prompt, 9, 2], t)["logits"][-1]
+    best = np.sort(logits)
+    np.testing.assert_allclose(tie.gap, best[-1] - best[-2], atol=1e-5)
+    assert tie.at == 2 and tie.gap > 1e-3 > tie.noise and not tie.is_near
+    # A second token with the same logits everywhere: no gap at all.
+    head, most = params["target"]["head"], int(np.argmax(logits))
+    params["target"]["head"] = head.at[most - 1].set(head[most])
+    tie = evaluator.near_tie(method, prompt, [9, 2, 7, 5, 3], text)
+    assert tie.gap == 0
+    assert evaluator.Tie(0, 0.01, 0.02).is_near
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.5])
+def test_texts_that_differ_are_counted_and_near_ties_apart(setup, monkeypatch, noise):
+    plain = evaluator.Method({}, DecodeConfig(setup.target_cfg))
+    drafted = evaluator.Method({}, plain.cfg)
+    others = {"a": [1, 2, 3], "b": [1, 5, 3]}
+
+    def answer(method: Any, prompts: Any, *_: Any) -> list[Turn]:
+        said = "b" if method is drafted and "b" in prompts else "a"
+        return [Turn(others[said], [0, 0], [1, 1], 1.0, 1.0)]
+
+    monkeypatch.setattr(evaluator, "answer", answer)
+    monkeypatch.setattr(evaluator, "_prompt", lambda _, question, __: question.turns[0])
+    tie = evaluator.Tie(1, 0.3, noise)
+    monkeypatch.setattr(evaluator, "near_tie", lambda *_: tie)
+    asked = [Question(8, "", ["a"]), Question(9, "", ["b"])]
+    progress = common.Progress("decode", 2)
+    result = evaluator.run_task(setup, drafted, plain, "sum", asked, 3, 1, progress, 0)
+    assert result.n_identical == 1
+    assert result.n_near_tie == (noise > 0.3)
+    assert result.mismatches == [f"sum 9 turn 0: {tie}"]
 
 
 def test_a_head_of_another_target_of_the_same_shape_warns(setup, capsys):
@@ -346,6 +418,29 @@ def test_numbers_that_do_not_exist_are_null_and_a_dash(capsys):
     assert len(table) == 3 and table[1].count(" - ") >= 6
     # The mean leaves out what is not there.
     assert " 1.00 " in table[2] and "2 of 2" in table[2] and "1 of 2" in table[2]
+
+
+@pytest.mark.parametrize(
+    ("shares", "warns"), [([0.0, 0.09], True), ([0.0, 0.11], False), ([None], False)]
+)
+def test_a_head_of_hardly_any_accepted_draft_warns(capsys, shares, warns):
+    counts = dict.fromkeys(("n_prompts", "n_looping", "n_identical", "n_near_tie"), 1)
+    rest = ("tau_pooled", "tau_by_prompt", "tau_without_loops", "tokens_per_second")
+    rest += ("speedup", "speedup_with_prefill")
+    rows = [
+        counts | dict.fromkeys(rest) | {"acceptance_by_depth": [share]}
+        for share in shares
+    ]
+    t = tiny.target_config(taps=(0, 1, 2))
+    cfg = DecodeConfig(t, tiny.draft_config(t), chain(1))
+    ablate.warn_of_wiring(rows, cfg)  # R301
+    said = capsys.readouterr().out
+    assert ("WARNING: only 4.5% of the steps" in said) == warns
+    assert ("inputs of layers (0, 1, 2)" in said) == warns
+    for row in rows:
+        row["acceptance_by_depth"] = []
+    ablate.warn_of_wiring(rows, DecodeConfig(t))  # plain decoding drafts none
+    assert capsys.readouterr().out == ""
 
 
 def test_above_temperature_0_identity_is_not_claimed():

@@ -60,6 +60,21 @@ def test_a_state_comes_back_bit_for_bit_with_its_types(tmp_path):
     assert isinstance(state, TrainState)
 
 
+def test_a_state_of_two_devices_is_restored_where_the_run_wants_it(tmp_path):
+    """R705."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    halves = jax.NamedSharding(mesh, jax.P("data"))
+    state = state_of(3)
+    state.params["fuse"] = jax.device_put(state.params["fuse"], halves)
+    with checkpoint.open_manager(tmp_path / "c") as manager:
+        checkpoint.save(manager, state)
+        there = jax.devices()[5]
+        like = jax.device_put(state_of(0), there)
+        got = checkpoint.restore(manager, like)
+    assert_same(got, state_of(3))
+    assert all(leaf.devices() == {there} for leaf in jax.tree.leaves(got))
+
+
 def test_the_newest_checkpoint_is_taken_and_two_are_kept(tmp_path):
     folder = saved(tmp_path / "c", 1, 2, 3)
     assert_same(restored(folder), state_of(3))

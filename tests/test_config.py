@@ -95,7 +95,7 @@ def test_malformed_static_trees_are_named(paths, message):
 
 
 def test_unsorted_static_paths_are_refused():
-    with pytest.raises(ValueError, match="sorted by length"):
+    with pytest.raises(ValueError, match=r"\(0,\) stands behind \(0, 0\)"):
         TreeConfig(kind="static", width=1, depth=2, n_nodes=3, paths=((0, 0), (0,)))
 
 

@@ -10,7 +10,7 @@ import pytest
 import reference
 import tiny
 
-from eagle_jax import decode, draft, tree
+from eagle_jax import cache, decode, draft, tree
 from eagle_jax.config import (
     DecodeConfig,
     DraftConfig,
@@ -88,6 +88,16 @@ def test_greedy_output_with_an_eagle1_head_is_that_of_plain_decoding(n_layers):
     assert decode.generate(p, PROMPTS, cfg, NEW) == want
 
 
+@pytest.mark.slow
+def test_200_prompts_of_128_tokens_are_those_of_plain_decoding(params):
+    """R102."""
+    rng = np.random.default_rng(9)
+    prompts = [rng.integers(0, V, n).tolist() for n in rng.integers(1, 32, 200)]
+    want = decode.generate(params, prompts, DecodeConfig(T), 128)
+    assert decode.generate(params, prompts, GROWN, 128) == want
+    assert len({tuple(text) for text in want}) > 190
+
+
 @pytest.mark.parametrize("row", range(3))
 def test_a_row_of_a_batch_equals_its_own_run(params, plain, row):
     assert decode.generate(params, [PROMPTS[row]], GROWN, NEW) == [plain[row]]
@@ -148,8 +158,14 @@ def oracle(monkeypatch, params, plain):
     return build
 
 
+# No slot to spare: the longest row is written at the very end of its cache, and goes on
+# being written there when it has ended before the others.
+SLOTS = max(map(len, PROMPTS)) + NEW + ORACLE.tree.depth
+
+
 def run(params: dict) -> tuple[decode.DecodeState, decode.Generation]:
-    state = decode.start(params, PROMPTS, ORACLE, NEW)
+    state = decode.start(params, PROMPTS, ORACLE, NEW, max_len=SLOTS)
+    assert state.target_cache.n_slots == SLOTS
     return decode.jit_loop(params, state, ORACLE, NEW)
 
 
@@ -168,14 +184,17 @@ def test_any_mixture_of_hits_and_misses_gives_the_same_text(oracle, plain, hits)
         )
 
 
-@pytest.mark.parametrize("rank", [(2, 1, 2), (1, 2, 0)])
+@pytest.mark.parametrize(
+    ("hits", "rank"),
+    [([3, 2, 3], (2, 1, 2)), ([3, 2, 3], (1, 2, 0)), ([0, 1, 3], (2, 1, 2))],
+)
 def test_accepting_later_siblings_leaves_the_caches_of_a_plain_prefill(
-    oracle, plain, monkeypatch, rank
+    oracle, plain, monkeypatch, hits, rank
 ):
-    p = oracle([3, 2, 3], rank)
+    p = oracle(hits, rank)
     end, out = run(p)
     assert decode.unpack(out) == plain
-    assert out.n_accepted[:, 0].tolist() == [3, 2, 3]
+    assert out.n_accepted[:, 0].tolist() == hits
     lengths = np.asarray(end.target_cache.length)
     assert end.draft.cache.length.tolist() == lengths.tolist()
     # The last block may run past the limit: compare what was asked for.
@@ -195,28 +214,52 @@ def test_accepting_later_siblings_leaves_the_caches_of_a_plain_prefill(
                 np.testing.assert_allclose(a[row, ..., :n], b[row, ..., :n], atol=1e-5)
 
 
-def test_rubbish_behind_the_committed_slots_changes_nothing(params, plain):
-    def poison(at: Any) -> Any:
-        unused = jnp.arange(at.n_slots)[None] >= at.length[:, None]
-        unused = unused[:, None, None, :]
-        return at._replace(
-            k=tuple(jnp.where(unused, jnp.nan, x) for x in at.k),
-            v=tuple(jnp.where(unused, 1e4, x) for x in at.v),
-        )
+def poison(at: cache.KVCache, value: float, rows: tuple = (0, 1, 2)) -> cache.KVCache:
+    """Fills unused slots, those of keys with NaN."""
+    unused = jnp.arange(at.n_slots)[None] >= at.length[:, None]
+    unused &= jnp.isin(jnp.arange(3), jnp.asarray(rows))[:, None]
+    unused = unused[:, None, None, :]
+    return at._replace(
+        k=tuple(jnp.where(unused, jnp.nan, x) for x in at.k),
+        v=tuple(jnp.where(unused, value, x) for x in at.v),
+    )
 
+
+def test_rubbish_behind_the_committed_slots_changes_nothing(params, plain):
     state = decode.start(params, PROMPTS, GROWN, NEW)
     rows = [[int(root)] for root in state.root]
     shapes = jax.tree.map(jnp.shape, state)
     while min(map(len, rows)) < NEW:
         state = state._replace(
-            target_cache=poison(state.target_cache),
-            draft=state.draft._replace(cache=poison(state.draft.cache)),
+            target_cache=poison(state.target_cache, 1e4),
+            draft=state.draft._replace(cache=poison(state.draft.cache, 1e4)),
         )
         state, info = decode.jit_step(params, state, GROWN)
         assert jax.tree.map(jnp.shape, state) == shapes
         for row, tokens, n in zip(rows, info.tokens, info.n_emitted, strict=True):
             row += tokens[:n].tolist()
     assert [row[:NEW] for row in rows] == plain
+
+
+def test_nan_behind_the_committed_values_is_reported_and_stays_in_its_row(
+    params, plain
+):
+    """R107: nothing puts one there, but one put there never changes a text unseen."""
+    state = decode.start(params, PROMPTS, GROWN, NEW)
+    state = state._replace(target_cache=poison(state.target_cache, jnp.nan, (1,)))
+    _, out = decode.jit_loop(params, state, GROWN, NEW)
+    assert out.tokens[::2].tolist() == plain[::2]
+    with pytest.raises(FloatingPointError, match=r"not finite in rows \[1\]"):
+        decode.unpack(out)
+
+
+def test_float32_products_ask_for_full_precision(params):
+    """R707: TPUs round the inputs of products to bfloat16 unless asked not to."""
+    state = jax.eval_shape(lambda: decode.empty(decode.row_keys(0, 3), GROWN, 256))
+    said = str(jax.make_jaxpr(lambda p, s: decode.step(p, s, GROWN))(params, state))
+    n_products = said.count("dot_general[")
+    assert n_products > 20
+    assert said.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == n_products
 
 
 def test_trace_gives_what_generate_gives(params, plain):
@@ -334,6 +377,17 @@ def test_text_ends_with_any_end_token_wherever_it_stands_in_a_block(counting):
     ).all()
 
 
+def test_padding_of_the_vocabulary_is_never_emitted():
+    """R505: rows of no token, with the largest logits, that the draft wants as well."""
+    table = np.zeros((COUNT, COUNT))
+    table[:, 9:] = 50.0
+    known = dataclasses.replace(CT, n_tokens=9, eos_ids=())
+    params = tiny.markov_params(table, table, known, CD)
+    cfg = DecodeConfig(known, CD, tree.chain(1), SamplingConfig(temperature=1.0))
+    texts = decode.generate(params, [[x] for x in STARTS], cfg, 20)
+    assert {token for text in texts for token in text} == set(range(9))
+
+
 @pytest.mark.parametrize("limit", [1, 3])
 def test_text_is_cut_at_the_limit_inside_a_block(counting, limit):
     texts = decode.generate(counting, [[x] for x in STARTS], COUNTING, limit)
@@ -372,9 +426,10 @@ def test_prompts_that_cannot_work_are_refused(counting):
         with pytest.raises(ValueError, match=r"must lie in \[0, 12\)"):
             start(bad)
     scaling = RopeScaling("dynamic", 2.0, original_length=16)
-    stretched = dataclasses.replace(CT, rope_scaling=scaling)
-    with pytest.raises(ValueError, match="beyond its original length 16"):
-        start([[1] * 20], dataclasses.replace(COUNTING, target=stretched))
+    for whose in ("target", "draft"):
+        stretched = dataclasses.replace(getattr(COUNTING, whose), rope_scaling=scaling)
+        with pytest.raises(ValueError, match=f"of the {whose} beyond its .* length 16"):
+            start([[1] * 20], dataclasses.replace(COUNTING, **{whose: stretched}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

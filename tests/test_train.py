@@ -396,6 +396,33 @@ def test_chunks_add_up_to_the_whole(cfg, settings, chunk, monkeypatch):
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
 
 
+def test_logits_of_a_whole_batch_never_exist(monkeypatch):
+    """R415: compiled for 1024 tokens and 131,072 ids, never run."""
+    monkeypatch.setattr(train, "CHUNK", 256)
+    n, V = 1024, 131_072
+    t = tiny.target_config(vocab_size=V, d_model=64, n_layers=1, tied=True)
+    d = tiny.draft_config(t, vocab_size=32_768)
+    Shape = jax.ShapeDtypeStruct
+    own = jax.eval_shape(lambda: draft.init(jax.random.key(0), d, t))
+    shared = {"embed": Shape((V, 64), jnp.float32)}
+    fixed = shared | {"draft_to_target": Shape((d.vocab_size,), jnp.int32)}
+    ints = [Shape((1, n), jnp.int32)] * 3
+    batch = Batch(*ints, Shape((1, n), jnp.bool))
+    read, top = (Shape((E, 1, n), jnp.float32) for E in (d.feature_size, 64))
+
+    def loss(own: Any, fixed: Any, target_params: Any, batch: Batch, *given: Any):
+        one_step = TrainConfig(ttt_steps=1)
+        features = train.Features(*given)
+        return train.eagle3_loss(
+            own | fixed, target_params, batch, features, d, one_step
+        )
+
+    grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    program = grad.lower(own, fixed, shared, batch, read, top).compile()
+    needed = program.memory_analysis().temp_size_in_bytes
+    assert needed < n * V * 4 / 2  # half of the teacher's logits alone
+
+
 def test_a_batch_without_labels_has_no_loss_and_no_gradient():
     empty = batch_of([A], [C])
     empty = empty._replace(mask=jnp.zeros_like(empty.mask))  # R408

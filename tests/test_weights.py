@@ -206,11 +206,17 @@ def test_quantised_and_bfloat16_loads_match_the_gguf_package(tmp_path, params):
     assert {x.dtype for x in jax.tree.leaves(got)} == {expected.dtype}
 
 
-def test_bfloat16_safetensors_are_widened(tmp_path, tensors):
-    half = {k: x.astype(jax.numpy.bfloat16) for k, x in tensors.items()}
-    _, got = weights.load_target(write_folder(tmp_path / "tiny", half, hf_config()))
-    expected = half["model.norm.weight"].astype(np.float32)
-    np.testing.assert_array_equal(got["norm"], expected, strict=True)
+def test_safetensors_of_mixed_types_are_widened(tmp_path, tensors):
+    types = [jax.numpy.bfloat16, np.float16, np.float32, np.float64]
+    mixed = {k: x.astype(types[i % 4]) for i, (k, x) in enumerate(tensors.items())}
+    _, got = weights.load_target(write_folder(tmp_path / "tiny", mixed, hf_config()))
+    wide = {k: x.astype(np.float32) for k, x in mixed.items()}
+    _, expected = weights.load_target(write_folder(tmp_path / "w", wide, hf_config()))
+    assert_same(got, expected)
+    found = named_tensors(got, "hf")  # R503
+    assert found.keys() == mixed.keys()
+    for name, x in mixed.items():
+        np.testing.assert_array_equal(found[name], x.astype(np.float32), strict=True)
 
 
 def test_head_is_kept_only_where_it_differs_from_the_embedding(tmp_path, tensors):
@@ -283,6 +289,20 @@ def test_lost_shard_and_pickled_weights_are_refused(tmp_path, tensors):
         weights.load_target(folder)
 
 
+def test_a_shard_of_another_checkpoint_is_refused(tmp_path, tensors):
+    folder = write_folder(tmp_path / "tiny", tensors, hf_config(), 2)
+    stray = folder / "model-00003-of-00003.safetensors"
+    norm = "model.norm.weight"
+    save_file({norm: tensors[norm] + 1}, stray)
+    weights.load_target(folder)  # nobody names it: it is not read
+    index = folder / "model.safetensors.index.json"
+    held = json.loads(index.read_text())
+    held["weight_map"]["another.name"] = stray.name  # R511
+    index.write_text(json.dumps(held))
+    with pytest.raises(ValueError, match=rf"{stray.name} holds {norm}, which an ear"):
+        weights.load_target(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -342,6 +362,19 @@ def test_unknown_gguf_architecture_is_refused(tmp_path, params):
             5e5,
             RopeScaling("llama3", 32.0, 1.0, 4.0, 256),
         ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "llama3",
+                    "factor": 8,
+                    "low_freq_factor": 1,
+                    "high_freq_factor": 4,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            10000.0,
+            RopeScaling("llama3", 8.0),
+        ),
     ],
 )
 def test_both_rope_key_styles_are_read(tmp_path, tensors, config, theta, scaling):
@@ -369,10 +402,40 @@ def test_gguf_rope_divisors_become_llama3_scaling(tmp_path, params):
         load(5e5, divisors)
 
 
-def test_eos_ids_come_from_the_generation_config(tmp_path, tensors):
-    folder = write_folder(tmp_path / "tiny", tensors, hf_config())
-    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2, 7]}')
-    assert weights.load_target(folder)[0].eos_ids == (7, 2)
+@pytest.mark.parametrize(
+    ("generation", "config", "eos_ids"),
+    [
+        ({"eos_token_id": [7, 2, 7]}, 2, (7, 2)),
+        ({"eos_token_id": 7}, 2, (7,)),
+        ({}, [2, 3], (2, 3)),
+        (None, 2, (2,)),
+        (None, None, ()),
+    ],
+)
+def test_eos_ids_come_from_the_generation_config(
+    tmp_path, tensors, generation, config, eos_ids
+):
+    config = hf_config(eos_token_id=config)
+    folder = write_folder(tmp_path / "tiny", tensors, config)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert weights.load_target(folder)[0].eos_ids == eos_ids
+
+
+def test_settings_of_the_generation_config_are_told_as_ignored(tmp_path):
+    said = {
+        "_from_model_config": True,
+        "bos_token_id": 1,
+        "eos_token_id": [7],
+        "repetition_penalty": 1.05,
+        "top_p": 0.8,
+        "transformers_version": "4.0",
+    }
+    assert weights.ignored_settings(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    ignored = weights.ignored_settings(tmp_path)
+    assert ignored == {"repetition_penalty": 1.05, "top_p": 0.8}  # R103
+    assert weights.ignored_settings(tmp_path / "model.gguf") == {}
 
 
 def test_target_hash_names_the_bytes_of_all_weight_files(tmp_path, tensors):
