@@ -106,20 +106,23 @@ def speedup(
     return tokens_per_second(answers, with_prefill) / slow if slow else float("nan")
 
 
+def prompt_draws(n: int, seed: int, draws: int = 1000) -> np.ndarray:
+    """Bootstrap over prompts: `draws` samples of n of n prompts, with replacement.
+
+    Indexing every sample with the same draws (a method and plain decoding, two methods)
+    keeps prompts paired.
+
+    Returns:
+      [draws, n] prompt indices.
+    """
+    return np.random.default_rng(seed).integers(n, size=(draws, n))
+
+
 def resample(
     statistic: Callable[[np.ndarray], float], n: int, seed: int, draws: int = 1000
 ) -> np.ndarray:
-    """Bootstrap over prompts: the statistic of `draws` sets of n drawn with replacement.
-
-    Args:
-      statistic: of prompt indices [n]. It indexes every sample it reads with them, so that
-        paired samples (a method and plain decoding, two methods) stay paired.
-
-    Returns:
-      [draws]; sets of the same n and seed are the same sets.
-    """
-    chosen = np.random.default_rng(seed).integers(n, size=(draws, n))
-    return np.array([statistic(one) for one in chosen])
+    """Returns the statistic of prompt indices [n] for each of `prompt_draws`."""
+    return np.array([statistic(one) for one in prompt_draws(n, seed, draws)])
 
 
 def interval(drawn: np.ndarray, level: float = 0.95) -> tuple[float, float]:
@@ -164,13 +167,15 @@ def intervals(
 def by_prompt(answers: Sequence[Answer]) -> dict[str, list[int] | list[float]]:
     """Sums of each prompt's turns: what every interval can be computed from later.
 
-    `tokens` and `seconds` are those of decoding, without the prefill and its token.
+    `tokens` and `seconds` are those of decoding; the prefill adds one token a turn.
     """
     return {
+        "turns": [len(a) for a in answers],
         "steps": [sum(len(t.n_emitted) for t in a) for a in answers],
         "emitted": [sum(sum(t.n_emitted) for t in a) for a in answers],
         "tokens": [sum(len(t.tokens) - 1 for t in a) for a in answers],
         "seconds": [sum(t.seconds for t in a) for a in answers],
+        "prefill_seconds": [sum(t.prefill_seconds for t in a) for a in answers],
     }
 
 

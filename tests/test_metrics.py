@@ -219,10 +219,12 @@ def test_by_prompt_holds_what_tau_and_speed_are_made_of():
     answers = [[turn([2] * 10, seconds=2.0), turn([0, 0], seconds=1.0)], [turn([1])]]
     sums = metrics.by_prompt(answers)
     assert sums == {
+        "turns": [2, 1],
         "steps": [12, 1],
         "emitted": [32, 2],
         "tokens": [32, 2],
         "seconds": [3.0, 1.0],
+        "prefill_seconds": [1.0, 0.5],
     }
     assert sum(sums["emitted"]) / sum(sums["steps"]) == metrics.tau_pooled(answers)
 
