@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 NOT_MEASURED = "not measured"
+NOT_BUILT = "not built here"
 OURS = "here: "  # how columns of our own measurements begin among those of others
 
 
@@ -29,6 +30,7 @@ class Table(NamedTuple):
 
     Args:
       name: of its CSV file.
+      title: above it, "" where the section has no other block.
       n_keys: leading columns that name a row.
       ours: rows that hold our measurements among those of others.
       notes: what the columns mean, printed below.
@@ -58,7 +60,7 @@ class Section(NamedTuple):
 
 def text(cell: Cell) -> str:
     if isinstance(cell, str):
-        return cell
+        return cell.replace("\n", " ")
     shown = format(cell.value, cell.spec) + cell.mark
     return f"{shown} {interval(cell)}".rstrip()
 
@@ -71,10 +73,10 @@ def interval(cell: Number) -> str:
 
 def write_csv(folder: Path, table: Table) -> None:
     """Writes unrounded numbers; intervals get columns of their own."""
-    spread = [
-        any(isinstance(row[i], Number) and interval(row[i]) for row in table.rows)
-        for i in range(len(table.columns))
-    ]
+    spread = [False] * len(table.columns)
+    for row in table.rows:
+        for i, cell in enumerate(row):
+            spread[i] |= isinstance(cell, Number) and bool(interval(cell))
     header = []
     for name, wide in zip(table.columns, spread, strict=True):
         header += [name, f"{name} low", f"{name} high"] if wide else [name]
@@ -85,7 +87,7 @@ def write_csv(folder: Path, table: Table) -> None:
             line: list[float | str | None] = []
             for cell, wide in zip(row, spread, strict=True):
                 number = cell if isinstance(cell, Number) else None
-                line.append(number.value if number else str(cell))
+                line.append(number.value if number else text(cell))
                 if wide:
                     line += [number.low, number.high] if number else ["", ""]
             writer.writerow(line)
@@ -102,7 +104,7 @@ def markdown(title: str, sections: list[Section]) -> str:
                 lines.append(f"![{block.caption}]({block.file})")
                 lines.append(block.caption)
             else:
-                lines.append(f"**{block.title}**")
+                lines += [f"**{block.title}**"] if block.title else []
                 lines.append(_markdown_table(block))
                 lines += [f"{note}" for note in block.notes]
     return "\n\n".join(lines) + "\n"
@@ -130,12 +132,11 @@ a { color: #0b57a4; text-decoration: none; }
 .wide { overflow-x: auto; margin: 0.4rem 0; }
 table { border-collapse: collapse; font-size: 0.84rem;
         font-variant-numeric: tabular-nums; }
-th, td { padding: 0.22rem 0.6rem; text-align: right; vertical-align: top;
+th, td { padding: 0.22rem 0.5rem; text-align: right; vertical-align: top;
          border-bottom: 1px solid #e4e4e4; white-space: nowrap; }
 thead th { border-bottom: 2px solid #777; vertical-align: bottom;
-           white-space: normal; max-width: 8.5rem; }
+           white-space: normal; max-width: 6.5rem; }
 td.key, th.key { text-align: left; }
-td.key { white-space: normal; max-width: 20rem; }
 td small { color: #666; display: block; font-size: 0.92em; }
 td.none { color: #9a9a9a; text-align: center; font-style: italic; }
 tr.ours td, td.ours { background: #eaf3fb; }
@@ -199,15 +200,16 @@ def _html_table(table: Table) -> str:
         cells = _html_cells(row, table)
         lines.append(f"<tr{_class(number in table.ours, 'ours')}>{cells}</tr>")
     notes = "".join(f'<p class="note">{_prose(note)}</p>' for note in table.notes)
+    title = f'<p class="title">{_prose(table.title)}</p>' if table.title else ""
     return (
-        f'<p class="title">{_prose(table.title)}</p><div class="wide"><table>'
+        f'{title}<div class="wide"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
         f"{notes}"
     )
 
 
 def _html_cells(row: list[Cell], table: Table) -> str:
-    """Cells of one row; neighbours that are all not measured become one."""
+    """Cells of one row; neighbours that are all empty for one reason become one."""
     out, at = [], 0
     while at < len(row):
         cell, width, kinds = row[at], 1, []
@@ -215,9 +217,9 @@ def _html_cells(row: list[Cell], table: Table) -> str:
             kinds.append("ours")
         if at < table.n_keys:
             kinds.append("key")
-        elif cell == NOT_MEASURED:
+        elif cell in (NOT_MEASURED, NOT_BUILT):
             kinds.append("none")
-            while at + width < len(row) and row[at + width] == NOT_MEASURED:
+            while at + width < len(row) and row[at + width] == cell:
                 width += 1
         elif isinstance(cell, str):
             kinds += [k for k in ("not held", "held") if cell.startswith(k)][:1]
@@ -226,7 +228,8 @@ def _html_cells(row: list[Cell], table: Table) -> str:
             spread = interval(cell)
             shown += f"<small>{spread}</small>" if spread else ""
         else:
-            shown = html.escape(cell)
+            first, _, rest = html.escape(cell).partition("\n")
+            shown = first + (f"<small>{rest}</small>" if rest else "")
         span = f' colspan="{width}"' if width > 1 else ""
         kind = " ".join(kinds).replace("not held", "not")
         out.append(f"<td{_class(bool(kind), kind)}{span}>{shown}</td>")

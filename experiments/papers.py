@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import results
-from experiments.page import NOT_MEASURED, OURS, Cell, Number, Table
+from experiments.page import NOT_BUILT, NOT_MEASURED, OURS, Cell, Number, Table
 from experiments.results import Entry, Group
 
 DATA = Path(__file__).parent / "data" / "paper_tables.json"
@@ -19,7 +19,8 @@ TASKS = {
     "Natural Questions": "qa",
 }
 
-# What we measure for a method of a paper: the first of these that was measured.
+# What we measure for a method of a paper: the first of these that was measured. Lookahead,
+# Hydra and DistillSpec are not built.
 METHODS = {
     "Vanilla": ("vanilla",),
     "EAGLE": ("eagle1_static", "eagle1"),
@@ -45,8 +46,6 @@ METHODS = {
     "+ fused features (EAGLE-3)": ("eagle3",),
     "EAGLE draft model": ("eagle2",),
 }
-NOT_BUILT = "not built here"  # Lookahead, Hydra, DistillSpec
-
 CONFIDENCE = {
     "paper": "The papers' cells are as printed.",
     "figure": "The papers' cells are the labels of the bars in the figure.",
@@ -245,7 +244,7 @@ def load() -> dict[tuple[str, str], dict[str, Any]]:
 def tables(groups: list[Group]) -> list[tuple[Spec, Table]]:
     """Makes every table of the papers, our families of settings as further targets.
 
-    A family is shown where it has any of a table's numbers, the largest one always.
+    A family's lines are shown where they have a number, those of the first one always.
     """
     given = load()
     return [
@@ -260,10 +259,10 @@ def _table(spec: Spec, given: dict[str, Any], groups: list[Group]) -> Table:
         own = _our_cells(
             spec, given["cells"], [g for g in groups if g.family == family]
         )
-        if number == 0 or any(isinstance(c["value"], Number) for c in own):
-            cells += own
+        known = {_line(c) for c in own if isinstance(c["value"], Number)}
+        cells += [c for c in own if number == 0 or _line(c) in known]
     notes = [spec.why] if spec.why else []
-    notes.append(CONFIDENCE[given["confidence"]])
+    notes.append(f"{given['source']}. {CONFIDENCE[given['confidence']]}")
     notes += [
         f"{'†' * (number + 1)} {_named(m)}: {m['note']}."
         for number, m in enumerate(given.get("misprints", ()))
@@ -277,9 +276,12 @@ def _table(spec: Spec, given: dict[str, Any], groups: list[Group]) -> Table:
         cells,
         spec,
         name=f"paper_{stem}",
-        title=f"{spec.paper} ({given['source']}), {spec.table}: {spec.title}",
         notes=notes,
     )
+
+
+def _line(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return cell["method"], cell["temperature"]
 
 
 def _named(fields: dict[str, Any]) -> str:
@@ -355,7 +357,7 @@ def _answer(
             found = [_value(entry, task, metric) for task in sets]
             average = results.mean(found)
             if average is not None:
-                return Number(average.value, average.low, average.high)
+                return Number(average.value)
     return NOT_MEASURED
 
 
@@ -395,7 +397,7 @@ def _plain(value: float | None) -> results.Estimate | None:
 
 
 def _pivot(
-    cells: list[dict[str, Any]], spec: Spec, name: str, title: str, notes: list[str]
+    cells: list[dict[str, Any]], spec: Spec, name: str, notes: list[str]
 ) -> Table:
     """Lays cells out; rows and columns stand in the order of the papers, ours last."""
     ranks: dict[str, list[Any]] = {field: [] for field in spec.rows + spec.columns}
@@ -428,7 +430,7 @@ def _pivot(
             row.append(value)
         rows.append(row)
     headers = [*spec.rows, *(" ".join(shown(c, spec.columns)) for c in columns)]
-    return Table(name, title, headers, rows, notes, len(spec.rows), frozenset(ours))
+    return Table(name, "", headers, rows, notes, len(spec.rows), frozenset(ours))
 
 
 def _text(field: str, value: Any) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from experiments import results
 from experiments.results import Entry, Estimate, Group
@@ -95,17 +96,13 @@ def _panel(
         axes.text(
             end + 0.02 * most, place, f"{value.value:.2f}", va="center", fontsize=8.5
         )
-    axes.axvline(1, color="#555555", lw=0.8, ls="--", zorder=0)
-    axes.set_yticks(range(len(shown)), [_wrapped(e.label) for e in shown])
+    axes.axvline(1, color="#222222", lw=0.8, ls="--", zorder=3)
+    axes.set_yticks(range(len(shown)), [e.label for e in shown])
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, max(1.15 * most, 1.1))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", color="#e5e5e5", zorder=-1)
     axes.set_axisbelow(True)
-
-
-def _wrapped(label: str) -> str:
-    return label.replace(" (", "\n(") if len(label) > 24 else label
 
 
 def mean_list(entry: Entry, sets: list[str], name: str) -> list[float | None]:
@@ -116,10 +113,14 @@ def mean_list(entry: Entry, sets: list[str], name: str) -> list[float | None]:
         return []
     out: list[float | None] = []
     for place in range(max(map(len, lists))):
-        values = [x[place] for x in lists if place < len(x) and x[place] is not None]
+        values = [x[place] for x in lists if place < len(x) and _is_number(x[place])]
         complete = len(values) == len(lists)
         out.append(float(np.mean(values)) if complete else None)
     return out
+
+
+def _is_number(x: float | None) -> bool:
+    return x is not None and bool(np.isfinite(x))
 
 
 def _curves(
@@ -165,7 +166,7 @@ def _whole_ticks(axes: Axes, last: int, first: int = 1) -> None:
 def by_depth(given: Group) -> Figure | None:
     """Share of steps that accept at least d tokens, mean over sets."""
     curves = {}
-    for entry in given.entries:
+    for entry in given.main:
         values = mean_list(entry, given.sets, "acceptance_by_depth")
         real = [(d, v) for d, v in enumerate(values, 1) if v is not None]
         if real:
@@ -214,11 +215,11 @@ LEAST = 20  # nodes a calibration bin needs to be drawn
 def calibration(given: Group) -> Figure | None:
     """Confidence against the share accepted, sets pooled."""
     shown = [
-        e for e in given.entries if any(r.get("calibration") for r in e.rows.values())
+        e for e in given.main if any(r.get("calibration") for r in e.rows.values())
     ]
     if not shown:
         return None
-    figure = Figure((11.5, 4.6), layout="constrained")
+    figure = Figure((10.5, 5.4), layout="constrained")
     panels = figure.subplots(1, 2)
     titles = {
         "edge": "given the parent, nodes put to the test",
@@ -242,7 +243,11 @@ def calibration(given: Group) -> Figure | None:
         axes.set_aspect("equal")
         axes.grid(color="#e5e5e5")
     panels[0].set_ylabel("share accepted")
-    return _beside(figure, panels[0])
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=5, fontsize=9, frameon=False
+    )
+    return figure
 
 
 def _pooled(entry: Entry, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -259,7 +264,7 @@ def _pooled(entry: Entry, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray
         ]
         sums = sums + np.stack([n, *parts])
     if np.ndim(sums) == 0:
-        return (np.zeros(0),) * 3
+        return np.zeros(0), np.zeros(0), np.zeros(0)
     n = np.maximum(sums[0], 1)
     return sums[0], sums[1] / n, sums[2] / n
 
@@ -267,7 +272,7 @@ def _pooled(entry: Entry, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray
 def scaling(given: Group) -> Figure | None:
     """Held-out accuracy along training, and tau by how long a head was trained."""
     learning = {}
-    for entry in given.entries:
+    for entry in (e for e in given.main if given.used[e.variant] is e):
         curve = next(
             (
                 r["learning_curve"]
@@ -290,14 +295,22 @@ def scaling(given: Group) -> Figure | None:
     if not learning and not taus:
         return None
     n_panels = bool(learning) + bool(taus)
-    figure = Figure((5.2 * n_panels + 1.6, 4.3), layout="constrained")
+    figure = Figure((5.2 * n_panels, 5.2), layout="constrained")
     panels = list(figure.subplots(1, n_panels, squeeze=False)[0])
     if learning:
         axes = panels.pop(0)
         for label, (variant, at, values) in learning.items():
             axes.plot(at, values, color=colour(variant), marker=".", label=label)
         axes.set_ylabel("held-out accuracy, first drafted token")
-        axes.legend(fontsize=8.5, frameon=False)
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=3 * n_panels,
+            fontsize=9,
+            frameon=False,
+        )
     if taus:
         axes = panels.pop(0)
         for variant, points in taus.items():
@@ -319,38 +332,49 @@ def scaling(given: Group) -> Figure | None:
                 label=variant,
             )
         axes.set_ylabel("tau (tokens per step), mean over sets")
-        axes.legend(fontsize=8.5, frameon=False)
+        axes.legend(fontsize=9, frameon=False)
     for axes in figure.axes:
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("supervised tokens trained on")
         axes.grid(color="#e5e5e5")
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-MOST_TREES = 6
+MOST_TREES = 4
 PREFERRED = ("eagle3", "eagle2", "eagle1_static", "medusa", "eagle1", "hass")
 
 
 def trees(given: Group) -> Figure | None:
     """Nodes by depth and rank among siblings, and where accepted ones lie."""
     shapes = []
-    for entry in given.entries:
+    for entry in given.used.values():
         found = [r["tree_shape"] for r in entry.rows.values() if r.get("tree_shape")]
         if found:
-            shapes.append((entry, [_average(found, k) for k in ("nodes", "accepted")]))
+            maps = [_average(found, name) for name in ("nodes", "accepted")]
+            shapes.append((entry, maps))
     if not shapes:
         return None
     shapes.sort(key=lambda s: _preference(s[0].variant))
     shapes = shapes[:MOST_TREES]
-    deepest = max(len(maps[0]) for _, maps in shapes)
-    figure = Figure((11, len(shapes) * (0.95 + 0.3 * deepest)), layout="constrained")
-    grid = figure.subplots(len(shapes), 2, squeeze=False)
+    rows = [len(maps[0]) for _, maps in shapes]
+    figure = Figure((11, sum(0.8 + 0.27 * n for n in rows) + 0.4), layout="constrained")
+    grid = figure.subplots(len(shapes), 2, squeeze=False, height_ratios=rows)
+    n_ranks = max(m.shape[1] for _, maps in shapes for m in maps)
+    used = max(int(np.flatnonzero(maps[0].any(axis=0)).max()) for _, maps in shapes) + 1
     for line, (entry, maps) in zip(grid, shapes, strict=True):
-        for axes, values, title in zip(
-            line, maps, ("nodes a step", "share of steps accepting"), strict=True
-        ):
-            _heat(axes, values, f"{entry.label}: {title}")
+        titles = "nodes a step", "share of steps accepting"
+        for axes, values, title in zip(line, maps, titles, strict=True):
+            _heat(axes, values[:, :used], f"{entry.variant}: {title}")
+            if used == n_ranks:  # the last column holds all later ranks
+                axes.set_xticks(
+                    range(used), [*map(str, range(used - 1)), f"{used - 1}+"]
+                )
+    for axes in grid[-1]:
+        axes.set_xlabel("rank among siblings")
     return figure
 
 
@@ -388,6 +412,5 @@ def _heat(axes: Axes, values: np.ndarray, title: str) -> None:
         range(ranks), [str(r) for r in range(ranks - 1)] + [f"{ranks - 1}+"]
     )
     axes.set_yticks(range(depth), [str(d + 1) for d in range(depth)])
-    axes.set_xlabel("rank among siblings")
     axes.set_ylabel("depth")
     axes.set_title(title, fontsize=10)

@@ -145,6 +145,7 @@ def _overview(lines: Lines, groups: list[Group]) -> Section:
             "`embedded` are this project's own prompts, of the papers' six kinds of task "
             "but not the papers' prompts. prompts a set: the fewest and the most."
         ],
+        n_keys=4,
     )
     files = ", ".join(file.name for file in lines.files)
     text = [
@@ -152,7 +153,41 @@ def _overview(lines: Lines, groups: list[Group]) -> Section:
         f"beside this page, `all.csv` has every line.",
         *lines.notes,
     ]
-    return Section(2, "What was measured", [*text, table])
+    return Section(2, "What was measured", [*text, table, _glance(groups)])
+
+
+def _glance(groups: list[Group]) -> Table:
+    """The highest numbers of every setting, and whether the papers' orders hold."""
+    claims = results.ORDERINGS
+    rows: list[list[Cell]] = []
+    for group in groups:
+        row: list[Cell] = [group.name]
+        for metric in ("tau_pooled", "speedup"):
+            found = []
+            for entry in group.entries:
+                value = results.mean(
+                    [results.estimate(entry.rows.get(s), metric) for s in group.sets]
+                )
+                found += [(value.value, entry.label)] if value else []
+            value, label = max(found, default=(None, ""))
+            row.append("-" if value is None else f"{value:.2f}\n{label}")
+        verdicts = results.orderings(group, "tau_pooled")
+        for claim in claims:
+            gaps = [v.gaps["mean"] for v in verdicts if v.ordering == claim]
+            known = [gap.value > 0 for gap in gaps if gap is not None]
+            told = "held" if all(known) else "not held"
+            row.append(told if len(known) == len(gaps) else NOT_MEASURED)
+        rows.append(row)
+    return Table(
+        "glance",
+        "At a glance",
+        ["setting", "highest tau", "highest speedup", *(" < ".join(c) for c in claims)],
+        rows,
+        [
+            "Means over all sets of a setting. The papers' orders are those of tau; their "
+            "differences and intervals stand with each setting."
+        ],
+    )
 
 
 def _span(values: list[Any]) -> str:
@@ -243,7 +278,7 @@ def _by_set(group: Group, metric: str, title: str, notes: list[str]) -> Table:
     rows: list[list[Cell]] = []
     for label, entry in lines_of(group):
         if entry is None:
-            rows.append([label] + [NOT_MEASURED] * (len(group.sets) + 1))
+            rows.append([label, *[NOT_MEASURED] * (len(group.sets) + 1)])
             continue
         values = [results.estimate(entry.rows.get(s), metric) for s in group.sets]
         cells = [_cell(v) if v else NOT_MEASURED for v in values]
@@ -261,22 +296,26 @@ def _orderings(group: Group, metric: str, title: str) -> Table:
     rows: list[list[Cell]] = []
     for v in results.orderings(group, metric):
         told = {task: results.says(gap) for task, gap in v.gaps.items()}
-        print(f"  {title}: {v.lower} < {v.higher}: {told['mean']} in the mean")
+        shown = told["mean"].replace("\n", " ")
+        print(f"  {title}: {v.lower} < {v.higher}: {shown} in the mean")
         cells = [told["mean"], *(told[task] for task in group.sets)]
-        rows.append([v.ordering, f"{v.lower} < {v.higher}", v.trees, *cells])
+        trees = f"\n{v.trees}" if v.trees else ""
+        rows.append([f"{v.lower} < {v.higher}{trees}", *cells])
     return Table(
         f"{group.stem}_orderings_{title}",
         f"Does the papers' order hold in {title}? Setting {group.name}",
-        ["ordering", "claim", "trees", "mean", *group.sets],
+        ["claim, trees", "mean", *group.sets],
         rows,
         [
             f"held: the right-hand variant has the larger {title}. The number is the "
             f"difference, with its 95 % bootstrap interval over prompts: paired by prompt "
             f"where the lines hold counts of each prompt, else as if the two were "
-            f"independent. unsure: the interval holds 0. trees: nodes verified by both, "
-            f"root included; a comparison of heads is fair only on one tree."
+            f"independent. unsure: the interval holds 0. trees: kind and nodes verified "
+            f"of both, root included; a comparison of heads is fair only on one tree.",
+            "Sources of the claims: token < feature < eagle1, EAGLE-1, Figure 4; chain < "
+            "static < dynamic tree, EAGLE-1, Table 5, and EAGLE-2, Table 1; eagle2 < "
+            "no_feature_loss < eagle3, EAGLE-3, Table 2.",
         ],
-        n_keys=3,
     )
 
 
@@ -287,7 +326,7 @@ def _details(group: Group) -> Table:
     rows: list[list[Cell]] = []
     for label, entry in lines_of(group):
         if entry is None:
-            rows.append([label] + [NOT_MEASURED] * (len(columns) - 1))
+            rows.append([label, *[NOT_MEASURED] * (len(columns) - 1)])
             continue
         lines = list(entry.rows.values())
         cells: list[Cell] = []
@@ -337,11 +376,11 @@ def _costs(group: Group) -> Table:
     columns = ["variant", "tree", "parameters trained", "supervised tokens"]
     columns += ["training FLOPs", "c", "verify cost", "a", "predicted, formula"]
     columns += ["predicted, by depth", "with verify cost", "measured speedup"]
-    columns += ["tokens per target GFLOP", "head"]
+    columns += ["tokens per target GFLOP"]
     rows: list[list[Cell]] = []
     for label, entry in lines_of(group):
         if entry is None:
-            rows.append([label] + [NOT_MEASURED] * (len(columns) - 1))
+            rows.append([label, "", *[NOT_MEASURED] * (len(columns) - 2)])
             continue
         lines = list(entry.rows.values())
         row = entry.first
@@ -376,7 +415,6 @@ def _costs(group: Group) -> Table:
                 _cell(full),
                 _cell(_mean_of(lines, "speedup")),
                 _cell(_mean_of(lines, "tokens_per_target_gflop")),
-                str(row.get("head") or "-")[:12],
             ]
         )
     return Table(
@@ -385,9 +423,10 @@ def _costs(group: Group) -> Table:
         columns,
         rows,
         [
-            "tree: nodes verified a step, root included. parameters trained: of the head "
-            "alone. supervised tokens: labels seen in training, with repetition; training "
-            "FLOPs: the head's forward and backward passes, and the target's forward.",
+            "tree: its kind and the nodes verified a step, root included. parameters "
+            "trained: of the head alone. supervised tokens: labels seen in training, with "
+            "repetition; training FLOPs: the head's forward and backward passes, and the "
+            "target's forward.",
             "c: one pass of the draft, over one plain step of the target. verify cost: "
             "the target's pass over the whole tree, over one plain step. a: mean n-alpha, "
             "chains only. predicted, formula: (1 + a + ... + a^k) / (1 + k c) for depth k; "
@@ -396,7 +435,7 @@ def _costs(group: Group) -> Table:
             "tokens per target GFLOP: tokens emitted (bonus token counted) for 10^9 "
             "operations of the target's verification passes, prefill left out. Plain "
             "decoding is the upper limit: speculation buys time with arithmetic. "
-            "head: hash of its weights.",
+            "The hash of each head stands in `all.csv`.",
         ],
         n_keys=2,
     )
@@ -497,20 +536,18 @@ def _flatness(group: Group) -> str:
         values = plots.mean_list(entry, group.sets, "alpha") if entry else []
         if len(values) > 1 and values[0] is not None and values[-1] is not None:
             falls[variant] = values[0] - values[-1]
-    text = "Is alpha flat with training-time test and falling without? "
+    text = "Does alpha stay flat with training-time test and fall without? "
     others = [v for v in ("fused_chain", "eagle1_chain") if v in falls]
     if "eagle3_chain" not in falls or not others:
         return text + (
             "not measured (needs `alpha` of eagle3_chain and of fused_chain or "
             "eagle1_chain)."
         )
-    told = [f"eagle3_chain falls by {falls['eagle3_chain']:+.2f} from first to last"]
+    flat = falls["eagle3_chain"]
+    told = [f"With it (eagle3_chain) alpha falls by {flat:.2f} from first to last"]
     for other in others:
-        held = falls["eagle3_chain"] < falls[other]
-        told.append(
-            f"{other} by {falls[other]:+.2f}: it falls less in eagle3_chain: "
-            f"{'held' if held else 'not held'}"
-        )
+        held = "held" if flat < falls[other] else "not held"
+        told.append(f"without it ({other}) by {falls[other]:.2f}: {held}")
     return text + "; ".join(told) + "."
 
 
@@ -527,7 +564,9 @@ def _batches(groups: list[Group]) -> Section | None:
         if len(own) < 2:
             continue
         labels = dict.fromkeys(
-            v for g in own for v in sorted(g.used, key=results.order) if v != "vanilla"
+            v
+            for v in sorted({v for g in own for v in g.used}, key=results.order)
+            if v != "vanilla" and sum(v in g.used for g in own) > 1
         )
         rows: list[list[Cell]] = []
         for variant in labels:
@@ -563,15 +602,14 @@ def _paper_start(groups: list[Group]) -> Section:
     lines: list[str | Table | Picture] = [
         "Every table of EAGLE-1, EAGLE-2 and EAGLE-3, and the figures whose numbers are "
         "known. Ours stand in the shaded rows or columns, named by the letter of their "
-        "settings; each at the temperature and batch of the paper's row. The papers' "
-        "targets are 10 to 500 times larger, their heads trained on thousands of times "
-        "more tokens, and their speedups come from GPUs: compare orders and shapes, not "
-        "levels.",
+        "settings, each at the temperature and batch of the paper's row. The papers' "
+        "targets have 7 to 70 billion parameters and ran on GPUs, their heads saw "
+        "billions of tokens: compare orders and shapes, not levels.",
         "Our cells: tau is tau_pooled; speedup counts the prefill, as the papers do; "
         "alpha is that of eagle1_chain; Mean is over the sets of the paper's table. "
         "EAGLE is our eagle1 on its static tree, SpS our small_draft_chain. CNN/DM and "
         "Natural Questions stand beside our sets `sum` and `qa`. † marks misprints and "
-        "contradictions between papers.",
+        "contradictions between papers. The intervals of ours stand in the tables above.",
     ]
     seen: dict[str, str] = {}
     for g in groups:

@@ -10,6 +10,7 @@ import numpy as np
 
 from eagle_jax import metrics
 from experiments import common
+from experiments.page import NOT_MEASURED
 
 Row = dict[str, Any]
 
@@ -72,6 +73,13 @@ class Group(NamedTuple):
     used: dict[str, Entry]
     sets: list[str]
     notes: list[str]
+
+    @property
+    def main(self) -> list[Entry]:
+        """Entries for a figure that holds a dozen: all, or one a named variant."""
+        if len(self.entries) <= 12:
+            return self.entries
+        return [e for v, e in self.used.items() if v in VARIANTS]
 
     @property
     def stem(self) -> str:
@@ -233,6 +241,7 @@ def _group(letter: str, setting: Setting, rows: list[Row]) -> Group:
     entries = []
     for variant in sorted({v for v, _ in raw}, key=order):
         same = [by_set for v, by_set in raw if v == variant]
+        same.sort(key=lambda by_set: trained_tokens(next(iter(by_set.values()))) or 0)
         for by_set, label in zip(same, _labels(variant, same), strict=True):
             entries.append(Entry(variant, label, by_set))
     used = _used(entries)
@@ -270,13 +279,19 @@ def _labels(variant: str, entries: list[dict[str, Row]]) -> list[str]:
     # Everything that changes training changes the head; its hash says the least.
     shown = [name for name in differing if name != "head"] or differing
     labels = [
-        f"{variant} ({', '.join(f'{n}={one.get(n)}' for n in shown[:3])})"
+        f"{variant} ({', '.join(_field(name, one.get(name)) for name in shown[:3])})"
         for one in flat
     ]
     return [
         label if labels.count(label) == 1 else f"{label} #{i + 1}"
         for i, label in enumerate(labels)
     ]
+
+
+def _field(name: str, value: Any) -> str:
+    if name == "trained_tokens" and value is not None:
+        return f"{value:,} tokens"
+    return f"{name.rpartition('.')[2]}={value}"
 
 
 def _flat(row: Row) -> dict[str, Any]:
@@ -292,9 +307,10 @@ def _flat(row: Row) -> dict[str, Any]:
     config = {k: v for k, v in (row.get("config") or {}).items() if k != "tree"}
     out = {k.removeprefix("."): v for k, v in walk("", config)}
     out |= dict(walk("tree", row.get("tree") or {}))
-    out.pop("tree.paths", None)
-    names = ("seed", "trained_tokens", "head")
-    return out | {name: row.get(name) for name in names}
+    for name in ("tree.paths", "train.supervised_tokens"):
+        out.pop(name, None)
+    out |= {"seed": row.get("seed"), "head": row.get("head")}
+    return out | {"trained_tokens": trained_tokens(row)}
 
 
 def trained_tokens(row: Row) -> int | None:
@@ -358,7 +374,7 @@ class Estimate(NamedTuple):
 def estimate(row: Row | None, metric: str) -> Estimate | None:
     """Reads one number of a line with its 95 % interval."""
     value = (row or {}).get(metric)
-    if row is None or value is None:
+    if row is None or value is None or not np.isfinite(value):
         return None
     drawn = _draws(row, metric)
     if drawn is not None:
@@ -411,8 +427,8 @@ def mean(estimates: list[Estimate | None]) -> Estimate | None:
     if not real or len(real) < len(estimates):
         return None
     value = float(np.mean([e.value for e in real]))
-    drawn = [e.drawn for e in real]
-    if all(d is not None for d in drawn):
+    drawn = [e.drawn for e in real if e.drawn is not None]
+    if len(drawn) == len(real):
         # Sets have their own prompts: shifted, so that equal sizes do not move together.
         mixed = np.mean([np.roll(d, 97 * i) for i, d in enumerate(drawn)], axis=0)
         return Estimate(value, *metrics.interval(mixed), mixed)
@@ -446,22 +462,22 @@ def difference(a: Estimate, b: Estimate) -> Estimate:
     )
 
 
-ORDERINGS = {
-    "draft input (EAGLE-1, Figure 4)": ("token", "feature", "eagle1"),
-    "tree (EAGLE-1, Table 5; EAGLE-2)": ("eagle1_chain", "eagle1_static", "eagle2"),
-    "EAGLE-3's changes (Table 2)": ("eagle2", "no_feature_loss", "eagle3"),
-}
-# The first ordering on other trees: shown where a variant of its own was measured.
-ALSO = {
-    "draft input, chain": ("token_chain", "feature_chain", "eagle1_chain"),
-    "draft input, dynamic tree": ("token_dynamic", "feature_dynamic", "eagle2"),
-}
+ORDERINGS = (
+    ("token", "feature", "eagle1"),  # EAGLE-1, Figure 4
+    ("eagle1_chain", "eagle1_static", "eagle2"),  # EAGLE-1, Table 5; EAGLE-2, Table 1
+    ("eagle2", "no_feature_loss", "eagle3"),  # EAGLE-3, Table 2
+)
+# The first ordering on other trees: checked where its first variant was measured.
+ALSO = (
+    ("token_chain", "feature_chain", "eagle1_chain"),
+    ("token_dynamic", "feature_dynamic", "eagle2"),
+)
 
 
 class Verdict(NamedTuple):
     """Whether `lower` stays below `higher`: by set, and in the mean ("mean")."""
 
-    ordering: str
+    ordering: tuple[str, ...]
     lower: str
     higher: str
     gaps: dict[str, Estimate | None]
@@ -470,9 +486,9 @@ class Verdict(NamedTuple):
 
 def orderings(given: Group, metric: str) -> list[Verdict]:
     """Checks every pair of neighbours of the papers' orderings."""
-    there = {name: chain for name, chain in ALSO.items() if chain[0] in given.used}
+    there = tuple(chain for chain in ALSO if chain[0] in given.used)
     verdicts = []
-    for name, chain in (ORDERINGS | there).items():
+    for chain in ORDERINGS + there:
         for lower, higher in itertools.pairwise(chain):
             a, b = find(given, lower), find(given, higher)
             gaps: dict[str, Estimate | None] = {}
@@ -482,7 +498,7 @@ def orderings(given: Group, metric: str) -> list[Verdict]:
                 gaps[task] = difference(one, other) if one and other else None
             gaps["mean"] = mean(list(gaps.values()))
             trees = f"{tree_name(a)}; {tree_name(b)}" if a and b else ""
-            verdicts.append(Verdict(name, lower, higher, gaps, trees))
+            verdicts.append(Verdict(chain, lower, higher, gaps, trees))
     return verdicts
 
 
@@ -490,8 +506,8 @@ def tree_name(entry: Entry) -> str:
     tree = entry.first.get("tree") or {}
     nodes = tree.get("n_nodes", "?")
     if tree.get("kind") == "dynamic" and tree.get("width") == 1:
-        return f"chain of {nodes}"
-    return f"{tree.get('kind', 'tree')} of {nodes}"
+        return f"chain {nodes}" if nodes != 1 else "none"
+    return f"{tree.get('kind', 'tree')} {nodes}"
 
 
 def find(given: Group, variant: str) -> Entry | None:
@@ -510,11 +526,11 @@ def find(given: Group, variant: str) -> Entry | None:
 
 
 def says(gap: Estimate | None) -> str:
-    """held, not held or not measured, with the gap; unsure if its interval holds 0."""
+    """held, not held or not measured; below it the gap, unsure if its interval holds 0."""
     if gap is None:
-        return "not measured"
-    shown = f"{'held' if gap.value > 0 else 'not held'} {gap.value:+.2f}"
+        return NOT_MEASURED
+    told = "held" if gap.value > 0 else "not held"
     if gap.low is None or gap.high is None:
-        return f"{shown} (no interval)"
-    unsure = " (unsure)" if gap.low <= 0 <= gap.high else ""
-    return f"{shown} [{gap.low:+.2f}, {gap.high:+.2f}]{unsure}"
+        return f"{told}\n{gap.value:+.2f}, no interval"
+    unsure = ", unsure" if gap.low <= 0 <= gap.high else ""
+    return f"{told}{unsure}\n{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"

@@ -69,7 +69,7 @@ def line(
         ours, theirs = _decode(rng, min(own, 0.98), factor, depth, n_nodes, batch)
         answers.append([ours])
         plain.append([theirs])
-    alpha = metrics.alpha(answers, depth)
+    alpha = [None if np.isnan(a) else a for a in metrics.alpha(answers, depth)]
     head = None if variant in ("vanilla", "lookup") else f"{variant}{supervised_tokens}"
     row = {
         "variant": variant,
@@ -112,7 +112,7 @@ def line(
             "trained_tokens": supervised_tokens,
             "n_trainable": 9_800_000,
             "train_flops": 6.0 * 9.8e6 * supervised_tokens,
-            "calibration": {k: _bins(rng, 1.15) for k in ("edge", "path")},
+            "calibration": {k: _bins(rng, 2 - first) for k in ("edge", "path")},
             "learning_curve": [
                 {"tokens": t, "accuracy": [first * (1 - 0.5 * 0.7**i), 0.3]}
                 for i, t in enumerate(range(5_000, supervised_tokens + 1, 5_000))
