@@ -123,7 +123,7 @@ def _markdown_table(table: Table) -> str:
 
 STYLE = """
 body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #1c1c1c;
-       margin: 0 auto; padding: 1.5rem; max-width: 1240px; background: #fff; }
+       margin: 0 auto; padding: 1.5rem; max-width: 1320px; background: #fff; }
 h1 { font-size: 1.7rem; } h2 { margin-top: 3rem; border-bottom: 2px solid #ccc; }
 h3 { margin-top: 2.2rem; }
 nav { columns: 2; font-size: 0.9rem; margin: 1rem 0 2rem; }

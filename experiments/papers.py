@@ -429,7 +429,8 @@ def _pivot(
                 value = Number(value, mark=cell["mark"])
             row.append(value)
         rows.append(row)
-    headers = [*spec.rows, *(" ".join(shown(c, spec.columns)) for c in columns)]
+    names = ["T" if field == "temperature" else field for field in spec.rows]
+    headers = [*names, *(" ".join(shown(c, spec.columns)) for c in columns)]
     return Table(name, "", headers, rows, notes, len(spec.rows), frozenset(ours))
 
 
@@ -437,7 +438,7 @@ def _text(field: str, value: Any) -> str:
     if value is None:
         return "not stated" if field == "temperature" else ""
     if field == "temperature":
-        return f"T={value}"
+        return str(value)
     if field == "metric" and str(value).startswith("throughput ratio"):
         return "throughput ratio"
     return str(value)
