@@ -606,10 +606,11 @@ def _paper_start(groups: list[Group]) -> Section:
         "targets have 7 to 70 billion parameters and ran on GPUs, their heads saw "
         "billions of tokens: compare orders and shapes, not levels.",
         "Our cells: T is the temperature; tau is tau_pooled; speedup counts the prefill, "
-        "as the papers do; alpha is that of eagle1_chain; Mean is over the sets of the paper's table. "
-        "EAGLE is our eagle1 on its static tree, SpS our small_draft_chain. CNN/DM and "
-        "Natural Questions stand beside our sets `sum` and `qa`. † marks misprints and "
-        "contradictions between papers. The intervals of ours stand in the tables above.",
+        "as the papers do; alpha is that of eagle1_chain; Mean is over the sets of the "
+        "paper's table. EAGLE is our eagle1 on its static tree, SpS our "
+        "small_draft_chain. CNN/DM and Natural Questions stand beside our sets `sum` and "
+        "`qa`. † marks misprints and contradictions between papers. The intervals of "
+        "ours stand in the tables above.",
     ]
     seen: dict[str, str] = {}
     for g in groups:

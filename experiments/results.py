@@ -135,11 +135,11 @@ def read(paths: Iterable[str]) -> Lines:
     notes = []
     if repeated:
         notes.append(
-            f"{repeated} lines repeat the fingerprint of a later one and were dropped: "
-            f"the newest wins (later in a file, or in a later file)."
+            f"Lines dropped because a later one has their fingerprint: {repeated}. The "
+            f"newest wins (later in a file, or in a later file)."
         )
     if others:
-        notes.append(f"{others} lines are no result lines of a variant; not used here.")
+        notes.append(f"Lines that are no results of a variant, not used: {others}.")
     return Lines(list(rows.values()), files, notes)
 
 
