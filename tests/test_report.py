@@ -302,12 +302,10 @@ def test_alpha_and_calibration_and_batches_find_their_places():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Path, list[page.Section]]:
-    """A small report of full lines: three variants at two temperatures, two batches."""
+    """A small report of full lines: three variants, two budgets, two batches."""
     out = tmp_path_factory.mktemp("report")
     variants = ("eagle2", "eagle3", "eagle1_chain")
-    rows = [
-        line(v, t, temperature=x) for v in variants for t in SETS for x in (0.0, 1.0)
-    ]
+    rows = [line(variant, task) for variant in variants for task in SETS]
     rows += [line("eagle3", task, supervised_tokens=12_500) for task in SETS]
     rows += [line("eagle3", task, batch=2) for task in SETS]
     lines = results.read([write(out / "lines.jsonl", rows)])
@@ -320,7 +318,7 @@ def test_every_figure_and_table_is_written(made):
         b.file for s in sections for b in s.blocks if isinstance(b, page.Picture)
     }
     names = ("tau", "speedup", "depth", "alpha", "calibration", "scaling", "trees")
-    assert figures == {f"A_t{t}_b1_{name}.png" for t in (0, 1) for name in names}
+    assert figures == {f"A_t0_b1_{name}.png" for name in names}
     for file in figures:
         assert (out / file).read_bytes().startswith(b"\x89PNG")
     tables = [b for s in sections for b in s.blocks if isinstance(b, Table)]
@@ -358,7 +356,7 @@ def test_the_tables_hold_the_numbers_of_the_lines(made):
 def test_the_page_is_one_file_that_asks_for_nothing_else(made):
     out, sections = made
     text = page.page("A <title>", sections, out)
-    assert text.count("<img") == text.count('src="data:image/png;base64,') == 14
+    assert text.count("<img") == text.count('src="data:image/png;base64,') == 7
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", text)
     assert "<script" not in text and "@import" not in text and "url(" not in text
     assert "default-src 'none'" in text and "A &lt;title&gt;" in text
