@@ -1,0 +1,409 @@
+"""`report`: made-up lines in; groups, verdicts, paper cells, files and one page out."""
+
+import csv
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import page, papers, report, results
+from experiments.page import NOT_BUILT, NOT_MEASURED, Number, Table
+from experiments.results import Estimate, Group
+from tests import fake_results
+from tests.fake_results import SETS, line
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def bare(variant: str, task: str, **changes: Any) -> dict[str, Any]:
+    """A line with nothing optional: what the first result lines held."""
+    row = line(variant, task, n_prompts=3)
+    keys = ("variant", "target", "questions", "preset", "temperature", "task", "tree")
+    keys += ("max_new_tokens", "batch", "dtype", "device", "head", "n_prompts")
+    keys += ("tau_pooled", "speedup", "acceptance_by_depth", "fingerprint")
+    return {key: row[key] for key in keys} | changes
+
+
+def groups(rows: list[dict[str, Any]]) -> list[Group]:
+    return results.group(rows)
+
+
+# Reading -----------------------------------------------------------------------------
+
+
+def test_of_lines_with_one_fingerprint_the_newest_wins_and_it_is_said(tmp_path):
+    old = bare("eagle3", "qa", tau_pooled=1.5, commit="old")
+    new = bare("eagle3", "qa", tau_pooled=2.5, commit="new")
+    other = {"experiment": "bench", "device": "none"}
+    write(tmp_path / "a.jsonl", [old, other])
+    write(tmp_path / "b.jsonl", [new])
+    lines = results.read([str(tmp_path)])
+    assert [row["tau_pooled"] for row in lines.rows] == [2.5]
+    assert [file.name for file in lines.files] == ["a.jsonl", "b.jsonl"]
+    assert "fingerprint: 1. The newest wins" in lines.notes[0]
+    assert lines.notes[1].endswith("not used: 1.") and len(lines.notes) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "there is no .*nothing.jsonl"),
+        ([], "no result lines"),
+        ([{"experiment": "bench"}], "no result lines"),
+        ([bare("eagle3", "qa", tau_pooled="2")], "eagle3 on qa: tau_pooled must be"),
+        ([bare("eagle3", "qa", ci=[1, 2])], "ci must be dict or null"),
+        ([bare("eagle3", "qa", temperature=None)], "number in `temperature`"),
+    ],
+    ids=["no file", "empty", "others", "string", "list", "no temperature"],
+)
+def test_unsound_input_is_refused_with_what_is_wrong(tmp_path, rows, message):
+    path = tmp_path / "nothing.jsonl"
+    if rows is not None:
+        write(path, rows)
+    with pytest.raises(ValueError, match=message):
+        results.read([str(path)])
+
+
+@pytest.mark.parametrize("field", results.Setting._fields)
+def test_lines_of_different_settings_never_share_a_table(field):
+    changed = {"temperature": 1.0, "batch": 4, "max_new_tokens": 99}.get(field, "other")
+    rows = [bare("eagle3", "qa"), bare("eagle2", "qa", **{field: changed})]
+    assert [len(g.entries) for g in groups(rows)] == [1, 1]
+    rows[1][field] = rows[0][field]
+    assert [len(g.entries) for g in groups(rows)] == [2]
+
+
+def test_heads_trained_for_other_lengths_are_entries_of_their_own():
+    rows = [line("eagle3", "qa", supervised_tokens=n) for n in (50_000, 6_250)]
+    rows += [line("eagle2", "qa", supervised_tokens=50_000)]
+    (group,) = groups(rows)
+    labels = [entry.label for entry in group.entries]
+    assert labels == ["eagle2", "eagle3 (6,250 tokens)", "eagle3 (50,000 tokens)"]
+    # Comparisons take the budget that other variants have, and the page says so.
+    assert group.used["eagle3"].label == "eagle3 (50,000 tokens)"
+    assert any("2 entries" in note and "50,000" in note for note in group.notes)
+
+
+def test_more_prompts_win_over_fewer_and_it_is_said():
+    few = bare("eagle3", "qa", n_prompts=3, tau_pooled=1.5, fingerprint="few")
+    many = bare("eagle3", "qa", n_prompts=10, tau_pooled=2.0, fingerprint="many")
+    for rows in ([few, many], [many, few]):
+        (group,) = groups(rows)
+        assert group.used["eagle3"].rows["qa"]["tau_pooled"] == 2.0
+        assert any("3" in note and "10" in note for note in group.notes)
+
+
+def test_finer_variants_stand_with_the_named_one_they_belong_to():
+    names = [
+        "small_draft_chain",
+        "eagle3_ttt1",
+        "eagle3",
+        "eagle1_chain",
+        "new",
+        "token",
+    ]
+    ordered = sorted(names, key=results.order)
+    assert ordered == [
+        "token",
+        "eagle1_chain",
+        "eagle3",
+        "eagle3_ttt1",
+        "small_draft_chain",
+        "new",
+    ]
+    assert results.base("feature_unshifted") == "feature_unshifted"
+    assert results.base("feature_chain") == "feature"
+
+
+# Intervals and orders ----------------------------------------------------------------
+
+
+def test_an_interval_comes_from_the_prompts_else_from_the_line_else_not_at_all():
+    full = line("eagle3", "qa")
+    found = results.estimate(full, "tau_pooled")
+    assert found and found.low is not None and found.high is not None
+    assert found.low < found.value < found.high
+    # A bootstrap by hand over the same draws.
+    rng = np.random.default_rng(0)
+    emitted, steps = (np.array(full["by_prompt"][k]) for k in ("emitted", "steps"))
+    draws = [
+        emitted[i].sum() / steps[i].sum() for i in rng.integers(10, size=(1000, 10))
+    ]
+    assert (found.low, found.high) == pytest.approx(np.quantile(draws, [0.025, 0.975]))
+    given = bare("eagle3", "qa", ci={"tau_pooled": [1.0, 9.0]})
+    assert results.estimate(given, "tau_pooled") == (given["tau_pooled"], 1, 9, None)
+    alone = bare("eagle3", "qa")
+    assert results.estimate(alone, "tau_pooled") == Estimate(alone["tau_pooled"])
+    assert results.estimate(alone | {"tau_pooled": None}, "tau_pooled") is None
+
+
+def test_the_speedup_of_the_counts_is_the_speedup_of_the_line():
+    row = line("eagle3", "qa")
+    for metric in ("speedup", "speedup_with_prefill"):
+        found = results.estimate(row, metric)
+        assert found and found.drawn is not None
+        assert found.value == pytest.approx(found.drawn.mean(), rel=0.02)
+    row["by_prompt"] = {k: v[:1] for k, v in row["by_prompt"].items()}
+    assert results.estimate(row, "speedup").drawn is None  # type: ignore[union-attr]
+
+
+def test_the_mean_needs_every_set_and_has_a_narrower_interval():
+    parts = [Estimate(2.0, 1.0, 3.0), Estimate(4.0, 3.0, 5.0)]
+    found = results.mean([*parts])
+    assert found and found[:3] == pytest.approx((3.0, 3 - 2**0.5 / 2, 3 + 2**0.5 / 2))
+    assert results.mean([*parts, None]) is None
+    assert results.mean([]) is None
+
+
+def verdicts(taus: dict[str, float], **changes: Any) -> dict[str, str]:
+    rows = [
+        bare(variant, task, tau_pooled=tau, **changes)
+        for variant, tau in taus.items()
+        for task in ("qa", "sum")
+    ]
+    (group,) = groups(rows)
+    found = results.orderings(group, "tau_pooled")
+    return {f"{v.lower} < {v.higher}": results.says(v.gaps["mean"]) for v in found}
+
+
+def test_orders_that_hold_and_that_do_not_and_that_were_not_measured():
+    told = verdicts({"token": 1.2, "feature": 1.5, "eagle1": 1.4, "eagle3": 2.0})
+    assert told["token < feature"] == "held\n+0.30, no interval"
+    assert told["feature < eagle1"] == "not held\n-0.10, no interval"
+    assert told["no_feature_loss < eagle3"] == NOT_MEASURED
+    assert told["eagle1_chain < eagle1_static"] == NOT_MEASURED
+    wide = verdicts(
+        {"eagle2": 1.6, "no_feature_loss": 1.8}, ci={"tau_pooled": [1.2, 2.4]}
+    )
+    assert wide["eagle2 < no_feature_loss"].startswith("held, unsure")
+    # Independent: the half-widths 0.1 and 0.1 add up to 0.14.
+    gap = results.difference(Estimate(1.6, 1.5, 1.7), Estimate(1.8, 1.7, 1.9))
+    assert results.says(gap) == "held\n+0.20 [+0.06, +0.34]"
+
+
+def test_a_set_that_one_variant_lacks_is_not_measured_and_neither_is_the_mean():
+    rows = [bare("eagle2", "qa"), bare("eagle2", "sum"), bare("no_feature_loss", "qa")]
+    (group,) = groups(rows)
+    found = {v.lower: v for v in results.orderings(group, "tau_pooled")}["eagle2"]
+    assert found.gaps["qa"] is not None
+    assert found.gaps["sum"] is found.gaps["mean"] is None
+
+
+def test_differences_of_paired_prompts_are_surer_than_independent_ones():
+    low, high = line("eagle2", "qa"), line("eagle2", "qa")
+    high["by_prompt"] = dict(low["by_prompt"])
+    high["by_prompt"]["emitted"] = [n + 2 for n in low["by_prompt"]["emitted"]]
+    a, b = (results.estimate(row, "tau_pooled") for row in (low, high))
+    assert a and b
+    paired = results.difference(a, b)
+    apart = results.difference(a._replace(drawn=None), b._replace(drawn=None))
+    assert paired.low is not None and paired.high is not None
+    assert apart.low is not None and apart.high is not None
+    assert paired.high - paired.low < 0.5 * (apart.high - apart.low)
+    assert paired.low > 0 > apart.low
+
+
+# The papers' tables ------------------------------------------------------------------
+
+
+def test_every_table_of_the_papers_has_a_counterpart_or_a_reason():
+    given = papers.load()
+    specs = {(spec.paper, spec.table) for spec in papers.SPECS}
+    assert specs == set(given)
+    for paper, numbers in {"EAGLE-1": 8, "EAGLE-2": 3, "EAGLE-3": 5}.items():
+        assert {(paper, f"Table {n}") for n in range(1, numbers + 1)} <= specs
+    assert all(spec.why for spec in papers.SPECS if not spec.ours)
+    assert sum(len(table["cells"]) for table in given.values()) == 1259
+
+
+def test_all_cells_of_a_paper_stand_in_its_table_and_misprints_are_marked():
+    made = dict(papers.tables(groups([bare("eagle3", "qa")])))
+    for spec, table in made.items():
+        shown = sorted(
+            cell.value for row in table.rows for cell in row if isinstance(cell, Number)
+        )
+        printed = papers.load()[spec.paper, spec.table]["cells"]
+        assert shown == sorted(cell["value"] for cell in printed), spec.table
+    marked = {
+        (spec.paper, spec.table, cell.value)
+        for spec, table in made.items()
+        for row in table.rows
+        for cell in row
+        if isinstance(cell, Number) and "†" in cell.mark
+    }
+    assert ("EAGLE-3", "Table 1", 3.53) in marked and (
+        "EAGLE-2",
+        "Table 1",
+        1.55,
+    ) in marked
+    assert len(marked) == 12
+
+
+def paper_row(rows: list[dict[str, Any]], name: str, *keys: str) -> dict[str, Any]:
+    """A row of a paper's table by the texts of its key columns."""
+    made = {f"{s.paper} {s.table}": t for s, t in papers.tables(groups(rows))}[name]
+    for row in made.rows:
+        if tuple(row[: made.n_keys]) == keys:
+            return dict(zip(made.columns, row, strict=True))
+    raise AssertionError(f"no row {keys}")
+
+
+def test_our_cells_stand_beside_the_papers_with_its_definitions():
+    rows = [line("eagle2", task) for task in SETS]
+    by_set = {row["task"]: row for row in rows}
+    ours = paper_row(rows, "EAGLE-2 Table 1", "0", "here: A", "EAGLE-2")
+    assert ours["CNN/DM tau"].value == by_set["sum"]["tau_pooled"]
+    assert ours["MT-bench speedup"].value == by_set["mt_bench"]["speedup_with_prefill"]
+    assert ours["Mean tau"].value == pytest.approx(
+        np.mean([row["tau_pooled"] for row in rows])
+    )
+    # EAGLE-3's mean is over five sets, without Natural Questions.
+    five = paper_row(rows, "EAGLE-3 Table 1", "0", "here: A", "EAGLE-2")
+    expected = np.mean([r["tau_pooled"] for r in rows if r["task"] != "qa"])
+    assert five["Mean tau"].value == pytest.approx(expected)
+    missing = paper_row(rows, "EAGLE-2 Table 1", "0", "here: A", "PLD")
+    assert missing["GSM8K tau"] == NOT_MEASURED
+    hydra = paper_row(rows, "EAGLE-2 Table 1", "0", "here: A", "Hydra")
+    assert hydra["GSM8K tau"] == NOT_BUILT
+    warm = paper_row(rows, "EAGLE-2 Table 1", "1", "here: A", "EAGLE-2")
+    assert warm["GSM8K tau"] == NOT_MEASURED  # measured at temperature 0 only
+    figure = paper_row(rows, "EAGLE-2 Figure 2", "EAGLE-2")
+    assert figure["Vicuna 7B"].value == 3.62
+    assert figure["here: A"].value == by_set["mt_bench"]["speedup_with_prefill"]
+
+
+def test_alpha_and_calibration_and_batches_find_their_places():
+    rows = [line("eagle1_chain", "mt_bench"), line("eagle2", "alpaca")]
+    rows += [line("eagle1", "mt_bench", batch=2)]
+    alpha = paper_row(rows, "EAGLE-1 Table 2", "0", "here: A", "MT-bench")
+    assert alpha["3-alpha"].value == rows[0]["alpha"][3]
+    assert (
+        alpha["tau"] == NOT_MEASURED
+    )  # of the tree, which was not measured at batch 1
+    ends = paper_row(
+        rows, "EAGLE-2 Section 3.2 / Figure 6", "here: A", "EAGLE draft model"
+    )
+    shares = rows[1]["calibration"]["edge"]["accepted"]
+    assert [cell.value for cell in list(ends.values())[2:]] == [shares[0], shares[-1]]
+    batch = paper_row(rows, "EAGLE-1 Table 7", "here: A", "EAGLE")
+    assert batch["batch size 2 speedup"].value == rows[2]["speedup_with_prefill"]
+    assert batch["batch size 1 speedup"] == NOT_MEASURED
+
+
+# Files -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, list[page.Section]]:
+    """A small report of full lines: three variants, two budgets, two batches."""
+    out = tmp_path_factory.mktemp("report")
+    variants = ("eagle2", "eagle3", "eagle1_chain")
+    rows = [line(variant, task) for variant in variants for task in SETS]
+    rows += [line("eagle3", task, supervised_tokens=12_500) for task in SETS]
+    rows += [line("eagle3", task, batch=2) for task in SETS]
+    lines = results.read([write(out / "lines.jsonl", rows)])
+    return out, report.report(lines, out)
+
+
+def test_every_figure_and_table_is_written(made):
+    out, sections = made
+    figures = {
+        b.file for s in sections for b in s.blocks if isinstance(b, page.Picture)
+    }
+    names = ("tau", "speedup", "depth", "alpha", "calibration", "scaling", "trees")
+    assert figures == {f"A_t0_b1_{name}.png" for name in names}
+    for file in figures:
+        assert (out / file).read_bytes().startswith(b"\x89PNG")
+    tables = [b for s in sections for b in s.blocks if isinstance(b, Table)]
+    assert len({t.name for t in tables}) == len(tables)
+    for table in tables:
+        with (out / f"{table.name}.csv").open() as file:
+            read = list(csv.reader(file))
+        assert len(read) == 1 + len(table.rows)
+        assert len({len(row) for row in read}) == 1
+        assert all(len(row) == len(table.columns) for row in table.rows), table.name
+
+
+def test_the_tables_hold_the_numbers_of_the_lines(made):
+    out, _ = made
+    with (out / "A_t0_b1_tau.csv").open() as file:
+        rows = {row["variant"]: row for row in csv.DictReader(file)}
+    expected = line("eagle2", "gsm8k")["tau_pooled"]
+    assert float(rows["eagle2"]["gsm8k"]) == expected
+    assert float(rows["eagle2"]["gsm8k low"]) < expected
+    assert rows["medusa"]["gsm8k"] == rows["medusa"]["mean"] == NOT_MEASURED
+    assert set(results.VARIANTS) - set(rows) == {"eagle3"}  # two entries, with labels
+    with (out / "A_t0_b1_costs.csv").open() as file:
+        costs = {row["variant"]: row for row in csv.DictReader(file)}
+    row = costs["eagle1_chain"]
+    alphas = np.mean([line("eagle1_chain", t)["alpha"] for t in SETS], axis=0)
+    a = alphas.mean()
+    formula = sum(a**k for k in range(6)) / (1 + 5 * 0.12)
+    assert float(row["predicted, formula"]) == pytest.approx(formula)
+    with (out / "A_t0_batches.csv").open() as file:
+        (batches,) = csv.DictReader(file)
+    ratio = np.mean([line("eagle3", t, batch=2)["speedup"] for t in SETS])
+    assert float(batches["batch 2"]) == pytest.approx(ratio)
+
+
+def test_the_page_is_one_file_that_asks_for_nothing_else(made):
+    out, sections = made
+    text = page.page("A <title>", sections, out)
+    assert text.count("<img") == text.count('src="data:image/png;base64,') == 7
+    assert not re.search(r"""(src|href)=["'](?!data:|#)""", text)
+    assert "<script" not in text and "@import" not in text and "url(" not in text
+    assert "default-src 'none'" in text and "A &lt;title&gt;" in text
+    for section in sections:
+        assert html.escape(section.title) in text
+        for block in section.blocks:
+            if isinstance(block, Table):
+                assert all(
+                    html.escape(n.replace("`", ""), quote=False)[:30]
+                    in re.sub("</?code>", "", text)
+                    for n in block.notes
+                )
+
+
+def test_markdown_tables_have_as_many_cells_in_every_row(made):
+    _, sections = made
+    blocks = re.findall(r"(?:^\|.*\n)+", page.markdown("t", sections), re.MULTILINE)
+    assert len(blocks) == sum(isinstance(b, Table) for s in sections for b in s.blocks)
+    for block in blocks:
+        widths = {len(re.findall(r"(?<!\\)\|", row)) for row in block.splitlines()}
+        assert len(widths) == 1
+
+
+def test_bare_lines_make_a_report_that_says_what_is_missing(tmp_path):
+    lines = results.read([write(tmp_path / "a.jsonl", [bare("eagle3", "qa")])])
+    sections = report.report(lines, tmp_path)
+    text = page.markdown("t", sections)
+    assert "Figures without data in this setting: alpha" in text
+    assert "Not measured here: vanilla, token" in text
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == [
+        "A_t0_b1_depth.png",
+        "A_t0_b1_speedup.png",
+        "A_t0_b1_tau.png",
+    ]
+
+
+def test_a_cell_is_escaped_and_gaps_are_joined():
+    row: list[page.Cell] = ["<b>", Number(1.0, 0.5, 1.5), NOT_MEASURED, NOT_MEASURED]
+    table = Table("t", "", ["a", "b", "c", "d"], [row], [])
+    text = page.page("t", [page.Section(2, "s", [table])], Path())
+    assert "&lt;b&gt;" in text and "<b>" not in text
+    assert '<td class="none" colspan="2">not measured</td>' in text
+    assert "1.00<small>[0.50, 1.50]</small>" in text
+    assert "| <b> | 1.00 [0.50, 1.50] | not measured | not measured |" in page.markdown(
+        "t", [page.Section(2, "s", [table])]
+    )
+
+
+def test_fake_lines_name_themselves():
+    assert all("TEST DATA" in row["target"] for row in fake_results.full()[:3])
