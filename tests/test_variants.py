@@ -251,8 +251,8 @@ def test_a_small_model_reads_every_token_from_the_first():
     for start, stop in ((0, 6), (6, 11)):
         parts = (tokens[None, start:stop], tokens[None, start + 1 : stop + 1])
         count = jnp.asarray([stop - start], jnp.int32)
-        feeds = (jnp.asarray(part, jnp.int32) for part in parts)
-        given, n = draft.fed(state, *feeds, count, cfg.draft)
+        before, after = (jnp.asarray(part, jnp.int32) for part in parts)
+        given, n = draft.fed(state, before, after, count, cfg.draft)
         nothing = jnp.zeros((32, 1, stop - start))
         state = draft.extend(own, state, given, nothing, n, cfg.draft)
     assert int(state.cache.length[0]) == 12
