@@ -257,10 +257,21 @@ def _line(setup: Setup, entry: Entry, preset: Preset) -> dict[str, Any]:
         "dtype": cfg.dtype,
         "tree": dataclasses.asdict(entry.method.cfg.tree),
         "head": heads.head_hash(folder) if folder else None,
-        "training": heads.load_head(folder).meta.get("training") if folder else None,
+        **_training(folder),
         "config": dataclasses.asdict(cfg),
         "seed": cfg.seed,
         "device": common.describe_device(),
+    }
+
+
+def _training(folder: Path | None) -> dict[str, Any]:
+    """What a head says about its training; null where it says nothing."""
+    meta = heads.load_head(folder).meta if folder else {}
+    return {
+        "n_trainable": meta.get("n_trainable"),
+        "train_flops": meta.get("train_flops"),
+        "trained_tokens": meta.get("supervised_tokens"),
+        "learning_curve": meta.get("learning_curve"),
     }
 
 
@@ -329,13 +340,13 @@ def print_variants(rows: list[dict[str, Any]]) -> None:
         own = [row for row in rows if row["variant"] == variant]
         depth = len(own[0]["acceptance_by_depth"])
         mean = mean_row(own, depth)
-        training = own[0].get("training") or {}
+        size = own[0].get("n_trainable")
         chains = [row["alpha"] for row in own if row.get("alpha")]
         alpha = [sum(a) / len(a) for a in zip(*chains, strict=True) if None not in a]
         exact = mean["n_identical"] is not None
         table.add_row(
             variant,
-            f"{training['n_trained'] / 1e6:.1f}M" if training else "-",
+            f"{size / 1e6:.1f}M" if size else "-",
             _number(mean["tau_pooled"]),
             _number(mean["speedup"]),
             _number(mean["speedup_with_prefill"]),

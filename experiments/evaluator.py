@@ -339,6 +339,8 @@ def summary(result: TaskResult, tree: TreeConfig, greedy: bool) -> dict[str, Any
             "tau_without_loops": metrics.tau_pooled(metrics.without_loops(ours)),
             "acceptance_by_depth": metrics.acceptance_by_depth(ours, tree.depth),
             "alpha": metrics.alpha(ours, tree.depth) if is_chain else None,
+            "by_prompt": metrics.by_prompt(ours),
+            "baseline_by_prompt": metrics.by_prompt(plain),
             "tokens_per_second": fast,
             "baseline_tokens_per_second": slow,
             "speedup": fast / slow,

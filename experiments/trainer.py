@@ -183,7 +183,7 @@ def fit(job: Job, retrain: bool = False) -> Path:
             params["fuse"] = params["fuse"] * scale[None]
         state = state._replace(params=jax.tree.map(jnp.array, params))
     n_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    log = job.folder / "log.jsonl"
+    log, curve = job.folder / "log.jsonl", job.folder / "held_out.jsonl"
     with checkpoint.open_manager(job.folder / "checkpoints") as manager:
         restored = checkpoint.restore(manager, state)
         if restored is not None:
@@ -191,6 +191,7 @@ def fit(job: Job, retrain: bool = False) -> Path:
             print(f"resuming at step {int(state.step)} of {job.n_steps}")
         start = int(state.step)
         _forget_after(log, start)
+        _forget_after(curve, start)
         print(
             f"training {n_params / 1e6:.1f}M parameters for {job.n_steps} steps, about "
             f"{cfg.train.supervised_tokens} supervised tokens"
@@ -231,7 +232,8 @@ def fit(job: Job, retrain: bool = False) -> Path:
             progress.show(index + 1, note)
             done = index + 1
             if done % cfg.train.evaluate_every == 0 and done < job.n_steps:
-                evaluate(job, state, fixed, scale)
+                found = evaluate(job, state, fixed, scale)
+                append_line(curve, {"step": index, **found})
             if done % cfg.train.checkpoint_every == 0 or done == job.n_steps:
                 # The loss speaks about the parameters before the step, not after.
                 if not _all_finite(state.params):
@@ -242,7 +244,7 @@ def fit(job: Job, retrain: bool = False) -> Path:
                     )
                 checkpoint.save(manager, state)
     held_out = evaluate(job, state, fixed, scale)
-    export(job, state, held_out, scale)
+    export(job, state, [*read_lines(curve), held_out], scale)
     return job.head
 
 
@@ -341,6 +343,7 @@ def evaluate(
         flush=True,
     )
     return {
+        "tokens": int(state.n_tokens),
         "n_labels": n_labels,
         "loss": loss / max(n_labels, 1),
         "accuracy": [float(a) for a in accuracy],
@@ -366,9 +369,12 @@ def train_flops(job: Job, n_labels: int) -> float:
 
 
 def export(
-    job: Job, state: TrainState, held_out: dict[str, Any], scale: jax.Array
+    job: Job, state: TrainState, curve: list[dict[str, Any]], scale: jax.Array
 ) -> None:
-    """Writes the head in the official layout, with what it belongs to.
+    """Writes the head in the official layout if it can, with what it belongs to.
+
+    Args:
+      curve: held-out measurements over the training, the last one of these parameters.
 
     Raises:
       OSError: it could not be written; a head that was there, and the checkpoint of the
@@ -382,14 +388,15 @@ def export(
         "target_hash": setup.target_hash,
         "target_dtype": setup.cfg.dtype,
         "supervised_tokens": int(state.n_tokens),
-        "training": {
-            "n_trained": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-            "supervised_tokens": int(state.n_tokens),
-            "flops": train_flops(job, int(state.n_tokens)),
-        },
+        "n_trainable": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        "train_flops": train_flops(job, int(state.n_tokens)),
         "seed": setup.cfg.seed,
         "commit": commit(),
-        "held_out": held_out,
+        "held_out": curve[-1],
+        "learning_curve": [
+            {"tokens": point["tokens"], "accuracy": point["accuracy"]}
+            for point in curve
+        ],
     }
     try:
         heads.save_head(

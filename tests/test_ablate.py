@@ -30,8 +30,9 @@ from experiments.common import Setup
 
 KEYS = """variant target task questions preset temperature max_new_tokens batch dtype tree
 n_prompts n_identical n_near_tie n_looping tau_pooled tau_by_prompt tau_without_loops
-acceptance_by_depth tokens_per_second baseline_tokens_per_second speedup
-speedup_with_prefill head config fingerprint seed device commit""".split()
+acceptance_by_depth alpha by_prompt baseline_by_prompt tokens_per_second
+baseline_tokens_per_second speedup speedup_with_prefill head n_trainable train_flops
+trained_tokens learning_curve config fingerprint seed device commit""".split()
 
 
 def results(out: Path) -> list[dict[str, Any]]:

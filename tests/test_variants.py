@@ -411,8 +411,9 @@ def test_all_variants_run_end_to_end(tmp_path):
     assert all(row["n_identical"] == row["n_prompts"] == 1 for row in rows)
     chains = {row["variant"] for row in rows if row["alpha"]}
     assert chains == {n for n in variants.ALL if n.endswith("_chain")} | {"lookup"}
-    trained = {row["variant"]: row["training"] for row in rows}
-    assert trained["vanilla"] is None and trained["eagle3"]["flops"] > 0
+    trained = {row["variant"]: (row["train_flops"], row["n_trainable"]) for row in rows}
+    assert trained["vanilla"] == trained["lookup"] == (None, None)
+    assert trained["eagle3"][0] > trained["fused"][0] > 0
     assert trained["eagle1"] == trained["eagle2"]
     assert "means over the sets" in said
     assert tiny_config.get_config().name == "tiny"
