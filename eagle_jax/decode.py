@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle_jax import cache as cache_lib
-from eagle_jax import draft, target, verify
+from eagle_jax import draft, sharding, target, verify
 from eagle_jax.cache import KVCache
 from eagle_jax.config import DecodeConfig
 from eagle_jax.draft import DraftState
@@ -51,7 +51,7 @@ class StepInfo(NamedTuple):
 def empty(keys: Key[Array, " B"], cfg: DecodeConfig, slots: int) -> DecodeState:
     """Returns the state before any token, with room for `slots` tokens a row."""
     t, B = cfg.target, keys.shape[0]
-    return DecodeState(
+    state = DecodeState(
         root=jnp.zeros((B,), jnp.int32),
         target_cache=cache_lib.init(
             t.n_layers, B, t.n_kv_heads, t.head_dim, slots, t.dtype
@@ -61,6 +61,7 @@ def empty(keys: Key[Array, " B"], cfg: DecodeConfig, slots: int) -> DecodeState:
         done=jnp.zeros((B,), bool),
         healthy=jnp.ones((B,), bool),
     )
+    return sharding.constrain(state, keys)
 
 
 def prefill(
@@ -366,7 +367,9 @@ def start(
     for row, after, prompt in zip(tokens, following, prompts, strict=True):
         row[: len(prompt)] = prompt
         after[: len(prompt) - 1] = prompt[1:]
-    state = jit_empty(row_keys(seed, len(prompts)), cfg, slots)
+    keys = {"keys": row_keys(seed, len(prompts))}
+    keys = sharding.place(keys, sharding.mesh_of(params))["keys"]
+    state = jit_empty(keys, cfg, slots)
     for at in range(0, n_chunks * CHUNK, CHUNK):
         count = np.clip(n_prompt - at, 0, CHUNK).astype(np.int32)
         chunk = slice(at, at + CHUNK)

@@ -20,8 +20,8 @@ import jax
 from absl import app, flags, logging
 
 from eagle_jax import config as config_lib
+from eagle_jax import sharding, weights
 from eagle_jax import text as text_lib
-from eagle_jax import weights
 from eagle_jax.config import Config, TargetConfig
 from eagle_jax.layers import Params
 from eagle_jax.text import Text
@@ -35,6 +35,7 @@ flags.DEFINE_string(
 )
 flags.DEFINE_multi_string("set", [], "field=value, such as tree.depth=6; repeatable.")
 flags.DEFINE_string("out", "out", "Folder for heads, checkpoints and results.")
+flags.DEFINE_string("mesh", "", "Such as data:4,model:2; default: from the devices.")
 
 
 class Setup(NamedTuple):
@@ -138,15 +139,36 @@ def used_flags() -> str:
 
 
 def load_setup(cfg: Config) -> Setup:
-    """Loads the target a config names."""
+    """Loads the target a config names, onto all devices.
+
+    With several devices the weights are read into the host's memory first: one device
+    need not hold them all.
+    """
+    several = jax.device_count() > 1
+    host = jax.local_devices(backend="cpu")[0] if several else None
+    with jax.default_device(host):
+        target_cfg, params, text, name = _load_target(cfg)
+    if not several and not FLAGS.mesh:
+        return Setup(cfg, target_cfg, params, text, name)
+    default = sharding.default_mesh(jax.device_count(), target_cfg, cfg.draft)
+    mesh = sharding.make_mesh(FLAGS.mesh or default)
+    print(f"mesh     {sharding.describe(mesh)}")
+    if cfg.train.rows % mesh.shape["data"]:
+        print(
+            f"         train.rows={cfg.train.rows} is no multiple of data:"
+            f"{mesh.shape['data']}: in training all devices compute the same rows"
+        )
+    target_cfg, params = sharding.pad_heads(params, target_cfg, mesh.shape["model"])
+    return Setup(cfg, target_cfg, sharding.place(params, mesh), text, name)
+
+
+def _load_target(cfg: Config) -> tuple[TargetConfig, Params, Text, str]:
     if cfg.target_source == "tiny":
         tiny = importlib.import_module("configs.tiny")
-        target_cfg, params, text = tiny.load(cfg.dtype, cfg.taps)
-        return Setup(cfg, target_cfg, params, text, "tiny")
+        return *tiny.load(cfg.dtype, cfg.taps), "tiny"
     path = weights.resolve(cfg.target_source)
     target_cfg, params = weights.load_target(path, dtype=cfg.dtype, taps=cfg.taps)
-    text = text_lib.load_text(path)
-    return Setup(cfg, target_cfg, params, text, weights.target_hash(path))
+    return target_cfg, params, text_lib.load_text(path), weights.target_hash(path)
 
 
 def describe_device() -> str:
