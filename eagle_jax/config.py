@@ -29,7 +29,11 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """Sizes of a Llama-family target. `taps` are the layers whose *inputs* are features."""
+    """Sizes of a Llama-family target. `taps` are the layers whose *inputs* are features.
+
+    `stacked` says that the layers are one stack, through which a scan runs: compiling then
+    takes the time of one layer. It is meant for TPUs (see `target`).
+    """
 
     name: str
     vocab_size: int
@@ -48,6 +52,7 @@ class TargetConfig:
     qk_norm: bool = False
     eos_ids: tuple[int, ...] = ()
     taps: tuple[int, ...] = ()
+    stacked: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -386,6 +391,7 @@ class Config:
       target_source: "smollm2" (the default target), a folder, a .gguf file or a hub name.
       taps: layers whose inputs an EAGLE-3 head reads; empty means the official choice.
       max_len: most cache slots per row; prompt, new tokens and tree depth must fit.
+      stacked: keep the target's layers as one stack (`TargetConfig`).
     """
 
     name: str
@@ -393,6 +399,7 @@ class Config:
     taps: tuple[int, ...] = ()
     seed: int = 0
     max_len: int = 2048
+    stacked: bool = False
     dtype: str = "float32"
     draft: DraftConfig = DraftConfig()
     tree: TreeConfig = TreeConfig()

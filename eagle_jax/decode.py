@@ -54,7 +54,7 @@ def empty(keys: Key[Array, " B"], cfg: DecodeConfig, slots: int) -> DecodeState:
     state = DecodeState(
         root=jnp.zeros((B,), jnp.int32),
         target_cache=cache_lib.init(
-            t.n_layers, B, t.n_kv_heads, t.head_dim, slots, t.dtype
+            t.n_layers, B, t.n_kv_heads, t.head_dim, slots, t.dtype, t.stacked
         ),
         draft=draft.empty(cfg.draft, B, slots),
         keys=keys,
@@ -156,7 +156,9 @@ def step(
         # tree of one node, compilers write first and copy all caches to keep them readable.
         usable = finite.all(axis=1)[:, None, None, None]
         accepted = jax.tree.map(
-            lambda new: jnp.where(usable, new, jnp.zeros((), new.dtype)),
+            lambda new: jnp.where(
+                usable[(None,) * (new.ndim - 4)], new, jnp.zeros((), new.dtype)
+            ),
             cache_lib.take(out.new, verdict.path),
         )
         cache = cache_lib.append(cache, accepted, n_emitted)

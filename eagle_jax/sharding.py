@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -162,7 +163,7 @@ def pad_heads(params: Params, cfg: TargetConfig, n: int) -> tuple[TargetConfig, 
 
     A head of zeros has values of zero, so whatever it attends to, nothing changes. Targets
     are padded, since they are only read; a draft head is trained and written in its own
-    shape, and its attention stays whole where it does not divide.
+    shape, and its attention stays whole where it does not divide. Pad before you stack.
     """
     missing = -cfg.n_kv_heads % n
     if not missing:
@@ -264,9 +265,7 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
     Inside a jitted function it is the mesh of the arguments a value was made from.
     """
     for leaf in jax.tree.leaves(tree):
-        where = (
-            leaf.aval.sharding if isinstance(leaf, jax.core.Tracer) else leaf.sharding
-        )
+        where = leaf.aval.sharding if isinstance(leaf, Tracer) else leaf.sharding
         if isinstance(where, NamedSharding) and not where.mesh.empty:
             return where.mesh
     return None

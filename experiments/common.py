@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 from absl import app, flags, logging
+from jax.sharding import Mesh
 
 from eagle_jax import config as config_lib
-from eagle_jax import sharding, weights
+from eagle_jax import sharding, target, weights
 from eagle_jax import text as text_lib
 from eagle_jax.config import Config, TargetConfig
 from eagle_jax.layers import Params
@@ -148,8 +149,19 @@ def load_setup(cfg: Config) -> Setup:
     host = jax.local_devices(backend="cpu")[0] if several else None
     with jax.default_device(host):
         target_cfg, params, text, name = _load_target(cfg)
-    if not several and not FLAGS.mesh:
-        return Setup(cfg, target_cfg, params, text, name)
+        mesh = choose_mesh(cfg, target_cfg)
+        if mesh is not None:
+            n = mesh.shape["model"]
+            target_cfg, params = sharding.pad_heads(params, target_cfg, n)
+        if cfg.stacked:
+            target_cfg, params = target.stack(params, target_cfg)
+    return Setup(cfg, target_cfg, sharding.place(params, mesh), text, name)
+
+
+def choose_mesh(cfg: Config, target_cfg: TargetConfig) -> Mesh | None:
+    """Returns the mesh of --mesh or one that suits the models; None with one device."""
+    if jax.device_count() == 1 and not FLAGS.mesh:
+        return None
     default = sharding.default_mesh(jax.device_count(), target_cfg, cfg.draft)
     mesh = sharding.make_mesh(FLAGS.mesh or default)
     print(f"mesh     {sharding.describe(mesh)}")
@@ -158,8 +170,7 @@ def load_setup(cfg: Config) -> Setup:
             f"         train.rows={cfg.train.rows} is no multiple of data:"
             f"{mesh.shape['data']}: in training all devices compute the same rows"
         )
-    target_cfg, params = sharding.pad_heads(params, target_cfg, mesh.shape["model"])
-    return Setup(cfg, target_cfg, sharding.place(params, mesh), text, name)
+    return mesh
 
 
 def _load_target(cfg: Config) -> tuple[TargetConfig, Params, Text, str]:

@@ -21,7 +21,11 @@ N_NEW = 8
 
 
 def models(n_kv_heads: int) -> tuple[DecodeConfig, Any]:
-    heads = {"n_heads": 2 * n_kv_heads, "n_kv_heads": n_kv_heads, "head_dim": 8}
+    heads: dict[str, Any] = {
+        "n_heads": 2 * n_kv_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": 8,
+    }
     t = tiny.target_config(vocab_size=96, n_layers=2, **heads)
     d = tiny.draft_config(t, vocab_size=48, **heads)
     return DecodeConfig(t, d, TREE), tiny.params(0, t, d)
@@ -95,7 +99,7 @@ def test_a_mesh_decodes_the_tokens_of_one_device(text, n_kv_heads):
 
     # No weights and no caches move; the target adds up twice per layer, and once for
     # the embedding.
-    found = collectives(step.as_text())
+    found = collectives(step.as_text() or "")
     matrices = [leaf.size for leaf in jax.tree.leaves(placed) if leaf.ndim > 1]
     moved = [x for x in found if x[0] != "all-reduce" and x[1] >= min(matrices)]
     assert not moved
