@@ -158,6 +158,13 @@ def _name(path: tuple[Any, ...]) -> str:
     return next((name for name in reversed(names) if isinstance(name, str)), "")
 
 
+def padded(cfg: TargetConfig, n: int) -> TargetConfig:
+    """Returns the sizes of a target after `pad_heads`."""
+    n_kv_heads = cfg.n_kv_heads + -cfg.n_kv_heads % n
+    n_heads = cfg.n_heads // cfg.n_kv_heads * n_kv_heads
+    return dataclasses.replace(cfg, n_kv_heads=n_kv_heads, n_heads=n_heads)
+
+
 def pad_heads(params: Params, cfg: TargetConfig, n: int) -> tuple[TargetConfig, Params]:
     """Adds zero heads until the K/V heads are a multiple of `n`, the size of `model`.
 
@@ -165,21 +172,17 @@ def pad_heads(params: Params, cfg: TargetConfig, n: int) -> tuple[TargetConfig, 
     are padded, since they are only read; a draft head is trained and written in its own
     shape, and its attention stays whole where it does not divide. Pad before you stack.
     """
-    missing = -cfg.n_kv_heads % n
-    if not missing:
-        return cfg, params
-    groups = cfg.n_heads // cfg.n_kv_heads
+    new = padded(cfg, n)
+    missing = {"wo": (1, new.n_heads - cfg.n_heads)}
+    missing |= dict.fromkeys(("wqkv", "bqkv"), (0, new.n_kv_heads - cfg.n_kv_heads))
 
     def pad(name: str, leaf: Array) -> Array:
-        axis, extra = (1, missing * groups) if name == "wo" else (0, missing)
-        if name not in HEADS:
-            return leaf
-        return jnp.pad(leaf, [(0, extra if i == axis else 0) for i in range(leaf.ndim)])
+        axis, extra = missing.get(name, (0, 0))
+        widths = [(0, extra if i == axis else 0) for i in range(leaf.ndim)]
+        return jnp.pad(leaf, widths) if extra else leaf
 
     layers = [{k: pad(k, v) for k, v in layer.items()} for layer in params["layers"]]
-    n_kv_heads = cfg.n_kv_heads + missing
-    cfg = dataclasses.replace(cfg, n_kv_heads=n_kv_heads, n_heads=n_kv_heads * groups)
-    return cfg, params | {"layers": layers}
+    return new, params | {"layers": layers}
 
 
 def shardings(tree: Any, mesh: Mesh | AbstractMesh, fsdp: bool = False) -> Any:

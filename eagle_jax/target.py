@@ -54,10 +54,10 @@ def init(key: Array, cfg: TargetConfig) -> Params:
     D, F, H = cfg.d_model, cfg.d_mlp, cfg.n_heads
     K, C = cfg.n_kv_heads, cfg.head_dim
     ones = jnp.ones(D, cfg.dtype)
-    layers = []
-    for layer_key in jax.random.split(key, cfg.n_layers):
-        keys = jax.random.split(layer_key, 10)
-        layer = {
+
+    def layer(key: Array) -> Params:
+        keys = jax.random.split(key, 10)
+        own = {
             "attn_norm": ones,
             "wq": normal(keys[0], H, C, D),
             "wk": normal(keys[1], K, C, D),
@@ -69,21 +69,23 @@ def init(key: Array, cfg: TargetConfig) -> Params:
             "w_down": normal(keys[6], D, F),
         }
         if cfg.qkv_bias:
-            layer |= {
+            own |= {
                 "bq": normal(keys[7], H, C),
                 "bk": normal(keys[8], K, C),
                 "bv": normal(keys[9], K, C),
             }
         if cfg.qk_norm:
-            layer |= {
+            own |= {
                 "q_norm": jnp.ones(C, cfg.dtype),
                 "k_norm": jnp.ones(C, cfg.dtype),
             }
-        layers.append(merge(layer))
+        return merge(own)
+
+    keys = jax.random.split(key, cfg.n_layers)
     embed_key, head_key = jax.random.split(jax.random.fold_in(key, 1))
     params: Params = {
         "embed": normal(embed_key, cfg.vocab_size, D),
-        "layers": _stack(layers) if cfg.stacked else layers,
+        "layers": jax.vmap(layer)(keys) if cfg.stacked else [layer(k) for k in keys],
         "norm": ones,
     }
     if not cfg.tied:
@@ -93,12 +95,8 @@ def init(key: Array, cfg: TargetConfig) -> Params:
 
 def stack(params: Params, cfg: TargetConfig) -> tuple[TargetConfig, Params]:
     """Brings parameters into the stacked form: every leaf of a layer gets a layer axis."""
-    cfg = dataclasses.replace(cfg, stacked=True)
-    return cfg, params | {"layers": _stack(params["layers"])}
-
-
-def _stack(layers: list[Params]) -> Params:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
+    return dataclasses.replace(cfg, stacked=True), params | {"layers": layers}
 
 
 def forward(

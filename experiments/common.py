@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -95,8 +96,8 @@ def _prepare_jax() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def load_config() -> Config:
-    """Reads --config and applies every --set."""
+def config_module() -> ModuleType:
+    """Runs the file --config names."""
     path = Path(FLAGS.config)
     if not path.exists():
         path = ROOT / FLAGS.config
@@ -110,7 +111,12 @@ def load_config() -> Config:
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ValueError(f"{path} has no function get_config()")
-    cfg: Config = module.get_config()
+    return module
+
+
+def load_config() -> Config:
+    """Reads --config and applies every --set."""
+    cfg: Config = config_module().get_config()
     cfg = config_lib.override(cfg, *FLAGS.set)
     for field, dtype in {"dtype": cfg.dtype, "train.dtype": cfg.train.dtype}.items():
         if dtype not in DTYPES:
