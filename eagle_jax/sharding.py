@@ -25,6 +25,7 @@ from eagle_jax.config import DraftConfig, TargetConfig
 from eagle_jax.layers import Params
 
 T = TypeVar("T")
+Model = TypeVar("Model", TargetConfig, DraftConfig)
 
 # A leaf with more axes than its row here is a stack of such leaves, first axis uncut.
 TABLE: dict[str, tuple[str | None, ...]] = {
@@ -34,7 +35,7 @@ TABLE: dict[str, tuple[str | None, ...]] = {
     "wqkv": ("model", None, None, None),
     "bqkv": ("model", None, None),
     "wo": (None, "model", None),
-    "w_gate_up": ("model", None, None),
+    "w_gate_up": (None, "model", None),
     "w_down": (None, "model"),
     "fc": (None, "model"),
     "fuse": (None, "model"),
@@ -158,31 +159,31 @@ def _name(path: tuple[Any, ...]) -> str:
     return next((name for name in reversed(names) if isinstance(name, str)), "")
 
 
-def padded(cfg: TargetConfig, n: int) -> TargetConfig:
-    """Returns the sizes of a target after `pad_heads`."""
+def padded(cfg: Model, n: int) -> Model:
+    """Returns the sizes of a model after `pad_heads`."""
     n_kv_heads = cfg.n_kv_heads + -cfg.n_kv_heads % n
     n_heads = cfg.n_heads // cfg.n_kv_heads * n_kv_heads
     return dataclasses.replace(cfg, n_kv_heads=n_kv_heads, n_heads=n_heads)
 
 
-def pad_heads(params: Params, cfg: TargetConfig, n: int) -> tuple[TargetConfig, Params]:
+def pad_heads(params: Params, cfg: Model, n: int) -> tuple[Model, Params]:
     """Adds zero heads until the K/V heads are a multiple of `n`, the size of `model`.
 
-    A head of zeros has values of zero, so whatever it attends to, nothing changes. Targets
-    are padded, since they are only read; a draft head is trained and written in its own
-    shape, and its attention stays whole where it does not divide. Pad before you stack.
+    A head of zeros has values of zero, so whatever it attends to, nothing changes. It is
+    for weights that are only read, a target's or a draft head's in decoding: a head is
+    trained and written in its own shape, its attention whole where it does not divide.
+    Pad before you stack.
     """
     new = padded(cfg, n)
     missing = {"wo": (1, new.n_heads - cfg.n_heads)}
     missing |= dict.fromkeys(("wqkv", "bqkv"), (0, new.n_kv_heads - cfg.n_kv_heads))
 
-    def pad(name: str, leaf: Array) -> Array:
-        axis, extra = missing.get(name, (0, 0))
+    def pad(path: tuple[Any, ...], leaf: Array) -> Array:
+        axis, extra = missing.get(_name(path), (0, 0))
         widths = [(0, extra if i == axis else 0) for i in range(leaf.ndim)]
         return jnp.pad(leaf, widths) if extra else leaf
 
-    layers = [{k: pad(k, v) for k, v in layer.items()} for layer in params["layers"]]
-    return new, params | {"layers": layers}
+    return new, jax.tree_util.tree_map_with_path(pad, params)
 
 
 def shardings(tree: Any, mesh: Mesh | AbstractMesh, fsdp: bool = False) -> Any:

@@ -180,6 +180,7 @@ class Run(NamedTuple):
         variant = variants.parse(name)
         head = variants.head_config(variant, self.cfg, self.target)
         head = dataclasses.replace(head, dtype=self.target.dtype)
+        head = sharding.padded(head, self.mesh.shape["model"])
         shape = variants.tree_of(variant, self.cfg)
         if depth:
             shape = dataclasses.replace(shape, depth=depth)
@@ -233,12 +234,15 @@ def lower(run: Run, part: str) -> Any:
         )
     if part == "verify":
         size = (run.rows, cfg.tree.n_nodes)
-        ints = jax.ShapeDtypeStruct(size, jnp.int32)
-        drafted = Tree(ints, ints, ints, jax.ShapeDtypeStruct(size, jnp.float32))
+        drafted = Tree(*_shapes(size, *(jnp.int32,) * 3, jnp.float32))
         return jax.jit(_verify, static_argnames="cfg").lower(
             params, state, drafted, cfg
         )
     return _lower_training(run, part)
+
+
+def _shapes(size: tuple[int, ...], *dtypes: Any) -> list[Any]:
+    return [jax.ShapeDtypeStruct(size, dtype) for dtype in dtypes]
 
 
 def _verify(
@@ -261,8 +265,7 @@ def _lower_training(run: Run, part: str) -> Any:
     head = variants.head_config(variants.parse("eagle3"), run.cfg, t)
     params = run.params(head)
     size = (settings.rows, settings.row_length)
-    ints = jax.ShapeDtypeStruct(size, jnp.int32)
-    batch = run.abstract(Batch(ints, ints, ints, jax.ShapeDtypeStruct(size, bool)))
+    batch = run.abstract(Batch(*_shapes(size, *(jnp.int32,) * 3, jnp.bool_)))
     given = jax.eval_shape(
         lambda p, b: train.target_features(p, b, t, head), params["target"], batch
     )
@@ -337,7 +340,7 @@ class Work(NamedTuple):
 
     n_bytes: float
     flops: float
-    n_exchanges: int
+    n_exchanges: float
     exchanged: float
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]

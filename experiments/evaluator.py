@@ -60,9 +60,11 @@ def load_method(
     if head.taps is not None and head.taps != t.taps and head.cfg.head == "eagle3":
         t = dataclasses.replace(t, taps=head.taps)
     tied = draft.tie(head.params, setup.target_params, head.cfg)
-    tied = sharding.place(tied, sharding.mesh_of(setup.target_params))
-    params = {"target": setup.target_params, "draft": tied}
-    return Method(params, DecodeConfig(t, head.cfg, tree, setup.cfg.sampling))
+    cfg, mesh = head.cfg, sharding.mesh_of(setup.target_params)
+    if mesh is not None:
+        cfg, tied = sharding.pad_heads(tied, cfg, mesh.shape["model"])
+    params = {"target": setup.target_params, "draft": sharding.place(tied, mesh)}
+    return Method(params, DecodeConfig(t, cfg, tree, setup.cfg.sampling))
 
 
 class TaskResult(NamedTuple):

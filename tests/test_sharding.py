@@ -59,12 +59,13 @@ def test_a_mesh_decodes_the_tokens_of_one_device(text, n_kv_heads):
     cfg, params = models(n_kv_heads)
     mesh = sharding.make_mesh(text)
     n_model = mesh.shape["model"]
-    t, padded = sharding.pad_heads(params["target"], cfg.target, n_model)
-    cfg = DecodeConfig(t, cfg.draft, cfg.tree)
-    placed = sharding.place(params | {"target": padded}, mesh)
+    t, own = sharding.pad_heads(params["target"], cfg.target, n_model)
+    d, head = sharding.pad_heads(params["draft"], cfg.draft, n_model)
+    cfg = DecodeConfig(t, d, cfg.tree)
+    placed = sharding.place({"target": own, "draft": head}, mesh)
 
     state = decode.start(placed, PROMPTS, cfg, N_NEW)
-    rows, divides = jax.tree.map(np.shape, state), cfg.draft.n_kv_heads % n_model == 0
+    rows = jax.tree.map(np.shape, state)
     step = decode.jit_step.lower(placed, state, cfg).compile()
     got = [[int(root)] for root in state.root]
     while any(len(row) < N_NEW for row in got):
@@ -79,23 +80,23 @@ def test_a_mesh_decodes_the_tokens_of_one_device(text, n_kv_heads):
     for leaf, axis in (
         (layer["wqkv"], 0),
         (layer["wo"], 1),
-        (layer["w_gate_up"], 0),
+        (layer["w_gate_up"], 1),
         (layer["w_down"], 1),
         (placed["target"]["embed"], 0),
         (placed["draft"]["head"], 0),
         (placed["draft"]["fuse"], 1),
-        *([(placed["draft"]["layer"]["wqkv"], 0)] if divides else []),
+        (placed["draft"]["layer"]["wqkv"], 0),
     ):
         share = list(leaf.shape)
         share[axis] //= n_model
         assert leaf.addressable_shards[0].data.shape == tuple(share)
     n_data = mesh.shape["data"]
-    caches = [(state.target_cache.k[0], t.n_kv_heads // n_model)]
-    own = cfg.draft.n_kv_heads
-    caches += [(state.draft.cache.v[0], own // n_model if divides else own)]
-    for cache, heads in caches:
+    for cache, n_heads in (
+        (state.target_cache.k[0], t.n_kv_heads),
+        (state.draft.cache.v[0], d.n_kv_heads),
+    ):
         share = cache.addressable_shards[0].data.shape
-        assert share == (len(PROMPTS) // n_data, heads, *cache.shape[2:])
+        assert share == (len(PROMPTS) // n_data, n_heads // n_model, *cache.shape[2:])
 
     # No weights and no caches move; the target adds up twice per layer, and once for
     # the embedding.
