@@ -32,5 +32,6 @@ setup(
             "pyright",
         ],
         "hub": ["huggingface-hub"],
+        "tpu": ["jax[tpu]"],  # with the libtpu that this jax was tested with
     },
 )

@@ -19,22 +19,37 @@ from eagle_jax.layers import KV
 
 
 class KVCache(NamedTuple):
-    """Keys and values per layer, and how many slots of each row are committed."""
+    """Keys and values per layer, and how many slots of each row are committed.
 
-    k: tuple[Float[Array, "B K C S"], ...]
-    v: tuple[Float[Array, "B K C S"], ...]
+    Where the layers are stacked (`TargetConfig.stacked`) each is one array, layers first.
+    """
+
+    k: tuple[Float[Array, "B K C S"], ...] | Float[Array, "L B K C S"]
+    v: tuple[Float[Array, "B K C S"], ...] | Float[Array, "L B K C S"]
     length: Int[Array, " B"]
 
     @property
     def n_slots(self) -> int:
-        return self.k[0].shape[-1] if self.k else 0
+        return self.k[0].shape[-1] if len(self.k) else 0
 
 
 def init(
-    n_layers: int, rows: int, n_kv_heads: int, head_dim: int, slots: int, dtype: str
+    n_layers: int,
+    rows: int,
+    n_kv_heads: int,
+    head_dim: int,
+    slots: int,
+    dtype: str,
+    stacked: bool = False,
 ) -> KVCache:
     """Returns an empty cache."""
     shape = (rows, n_kv_heads, head_dim, slots)
+    if stacked:
+        return KVCache(
+            k=jnp.zeros((n_layers, *shape), dtype),
+            v=jnp.zeros((n_layers, *shape), dtype),
+            length=jnp.zeros((rows,), jnp.int32),
+        )
     return KVCache(
         k=tuple(jnp.zeros(shape, dtype) for _ in range(n_layers)),
         v=tuple(jnp.zeros(shape, dtype) for _ in range(n_layers)),
@@ -49,13 +64,22 @@ def committed(cache: KVCache, n_queries: int) -> Bool[Array, "B T S"]:
     return jnp.broadcast_to(seen, (seen.shape[0], n_queries, seen.shape[2]))
 
 
-def append(cache: KVCache, new: tuple[KV, ...], count: Int[Array, " B"]) -> KVCache:
+def append(
+    cache: KVCache, new: tuple[KV, ...] | KV, count: Int[Array, " B"]
+) -> KVCache:
     """Writes new tokens behind the committed ones, commits the first `count` of a row.
 
     The caller guarantees room for the whole block (`decode.start` checks it before
     anything runs): `dynamic_update_slice` would otherwise move the block back over
     committed slots without a word.
     """
+    if isinstance(new, KV):  # stacked
+        write = jax.vmap(_write, (0, 0, None))
+        return KVCache(
+            k=write(cache.k, new.k, cache.length),
+            v=write(cache.v, new.v, cache.length),
+            length=cache.length + count,
+        )
     return KVCache(
         k=tuple(
             _write(c, n.k, cache.length) for c, n in zip(cache.k, new, strict=True)
@@ -78,10 +102,11 @@ def _write(
     )
 
 
-def take(new: tuple[KV, ...], path: Int[Array, "B M"]) -> tuple[KV, ...]:
+def take(new: tuple[KV, ...] | KV, path: Int[Array, "B M"]) -> tuple[KV, ...] | KV:
     """Picks the tokens at `path` out of each layer's new keys and values, row by row."""
     index = path[:, None, None, :]
-    return tuple(
-        KV(jnp.take_along_axis(k, index, -1), jnp.take_along_axis(v, index, -1))
-        for k, v in new
-    )
+
+    def pick(leaf: Array) -> Array:
+        return jnp.take_along_axis(leaf, index[(None,) * (leaf.ndim - 4)], -1)
+
+    return jax.tree.map(pick, new)

@@ -35,6 +35,8 @@ class TargetConfig:
     Args:
       n_tokens: ids from here on are padding of the vocabulary and never sampled; 0: none.
       taps: the layers whose *inputs* are features.
+      stacked: the layers are one stack, through which a scan runs: compiling then takes
+        the time of one layer. It is meant for TPUs (see `target`).
     """
 
     name: str
@@ -55,6 +57,7 @@ class TargetConfig:
     eos_ids: tuple[int, ...] = ()
     n_tokens: int = 0
     taps: tuple[int, ...] = ()
+    stacked: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -395,6 +398,7 @@ class Config:
       target_source: "smollm2" (the default target), a folder, a .gguf file or a hub name.
       taps: layers whose inputs an EAGLE-3 head reads; empty means the official choice.
       max_len: most cache slots per row; prompt, new tokens and tree depth must fit.
+      stacked: keep the target's layers as one stack (`TargetConfig`).
     """
 
     name: str
@@ -402,6 +406,7 @@ class Config:
     taps: tuple[int, ...] = ()
     seed: int = 0
     max_len: int = 2048
+    stacked: bool = False
     dtype: str = "float32"
     draft: DraftConfig = DraftConfig()
     tree: TreeConfig = TreeConfig()

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle_jax import cache as cache_lib
-from eagle_jax import draft, target, verify
+from eagle_jax import draft, sharding, target, verify
 from eagle_jax.cache import KVCache
 from eagle_jax.config import DecodeConfig
 from eagle_jax.draft import DraftState
@@ -51,16 +51,17 @@ class StepInfo(NamedTuple):
 def empty(keys: Key[Array, " B"], cfg: DecodeConfig, slots: int) -> DecodeState:
     """Returns the state before any token, with room for `slots` tokens a row."""
     t, B = cfg.target, keys.shape[0]
-    return DecodeState(
+    state = DecodeState(
         root=jnp.zeros((B,), jnp.int32),
         target_cache=cache_lib.init(
-            t.n_layers, B, t.n_kv_heads, t.head_dim, slots, t.dtype
+            t.n_layers, B, t.n_kv_heads, t.head_dim, slots, t.dtype, t.stacked
         ),
         draft=draft.empty(cfg.draft, B, slots),
         keys=keys,
         done=jnp.zeros((B,), bool),
         healthy=jnp.ones((B,), bool),
     )
+    return sharding.constrain(state, keys)
 
 
 def prefill(
@@ -155,7 +156,9 @@ def step(
         # tree of one node, compilers write first and copy all caches to keep them readable.
         usable = finite.all(axis=1)[:, None, None, None]
         accepted = jax.tree.map(
-            lambda new: jnp.where(usable, new, jnp.zeros((), new.dtype)),
+            lambda new: jnp.where(
+                usable[(None,) * (new.ndim - 4)], new, jnp.zeros((), new.dtype)
+            ),
             cache_lib.take(out.new, verdict.path),
         )
         cache = cache_lib.append(cache, accepted, n_emitted)
@@ -433,7 +436,9 @@ def start(
     for row, after, prompt in zip(tokens, following, prompts, strict=True):
         row[: len(prompt)] = prompt
         after[: len(prompt) - 1] = prompt[1:]
-    state = jit_empty(row_keys(seed, len(prompts)), cfg, slots)
+    keys = {"keys": row_keys(seed, len(prompts))}
+    keys = sharding.place(keys, sharding.mesh_of(params))["keys"]
+    state = jit_empty(keys, cfg, slots)
     for at in range(0, n_chunks * CHUNK, CHUNK):
         count = np.clip(n_prompt - at, 0, CHUNK).astype(np.int32)
         chunk = slice(at, at + CHUNK)

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle_jax import cache as cache_lib
+from eagle_jax import sharding
 from eagle_jax import tree as tree_lib
 from eagle_jax.cache import KVCache
 from eagle_jax.config import DraftConfig, TargetConfig, TreeConfig
@@ -148,6 +149,7 @@ def fuse(
     params: Params, features: Float[Array, "E B T"], cfg: DraftConfig
 ) -> Float[Array, "D B T"]:
     """Brings target features to the draft's width (EAGLE cnets.py:639)."""
+    features = sharding.whole(features)
     if cfg.head != "eagle3":
         return features
     if cfg.norm_before_fc:
@@ -187,7 +189,7 @@ def begin(
     layer = params["layer"]
     if cfg.head == "eagle1":
         parts = {"token": [e], "feature": [hidden]}.get(cfg.inputs, [e, hidden])
-        residual = linear(params["fc"], jnp.concatenate(parts))
+        residual = linear(params["fc"], sharding.whole(jnp.concatenate(parts)))
         if "fc_bias" in params:
             residual = residual + params["fc_bias"][:, None, None]
         normed = residual
@@ -569,7 +571,7 @@ def _best_children(
     else:
         scores = logits(params, out, cfg)
     normaliser = jax.nn.logsumexp(scores, axis=0)
-    best, index = jax.lax.top_k(scores.transpose(1, 2, 0), width)
+    best, index = sharding.largest(scores, width)
     return to_target(params, index), best - normaliser[..., None]
 
 

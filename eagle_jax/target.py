@@ -1,9 +1,11 @@
 """The target: a Llama-family model that also returns the features a draft head reads.
 
 The layers are a Python list of parameter dicts, each array laid out once at load: on CPUs a
-scan over stacked weights copies every layer's weights before it reads them.
+scan over stacked weights copies every layer's weights before it reads them. The stacked
+form (`stack`) is for TPUs, where it does not, and where 80 layers take long to compile.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -33,12 +35,13 @@ class TargetOutput(NamedTuple):
       top: after the final norm: the feature of EAGLE-1, and what `logits` multiplies.
       taps: un-normed residual streams entering `cfg.taps`, concatenated low to high: the
         feature of EAGLE-3 (SafeAILab/EAGLE modeling_llama_kv.py:1137-1139).
-      new: keys and values of the T tokens, layer by layer; not yet in the cache.
+      new: keys and values of the T tokens, layer by layer (or stacked as the layers are);
+        not yet in the cache.
     """
 
     top: Float[Array, "D B T"]
     taps: Float[Array, "E B T"]
-    new: tuple[KV, ...]
+    new: tuple[KV, ...] | KV
 
 
 def init(key: Array, cfg: TargetConfig) -> Params:
@@ -51,10 +54,10 @@ def init(key: Array, cfg: TargetConfig) -> Params:
     D, F, H = cfg.d_model, cfg.d_mlp, cfg.n_heads
     K, C = cfg.n_kv_heads, cfg.head_dim
     ones = jnp.ones(D, cfg.dtype)
-    layers = []
-    for layer_key in jax.random.split(key, cfg.n_layers):
-        keys = jax.random.split(layer_key, 10)
-        layer = {
+
+    def layer(key: Array) -> Params:
+        keys = jax.random.split(key, 10)
+        own = {
             "attn_norm": ones,
             "wq": normal(keys[0], H, C, D),
             "wk": normal(keys[1], K, C, D),
@@ -66,26 +69,34 @@ def init(key: Array, cfg: TargetConfig) -> Params:
             "w_down": normal(keys[6], D, F),
         }
         if cfg.qkv_bias:
-            layer |= {
+            own |= {
                 "bq": normal(keys[7], H, C),
                 "bk": normal(keys[8], K, C),
                 "bv": normal(keys[9], K, C),
             }
         if cfg.qk_norm:
-            layer |= {
+            own |= {
                 "q_norm": jnp.ones(C, cfg.dtype),
                 "k_norm": jnp.ones(C, cfg.dtype),
             }
-        layers.append(merge(layer))
+        return merge(own)
+
+    keys = jax.random.split(key, cfg.n_layers)
     embed_key, head_key = jax.random.split(jax.random.fold_in(key, 1))
     params: Params = {
         "embed": normal(embed_key, cfg.vocab_size, D),
-        "layers": layers,
+        "layers": jax.vmap(layer)(keys) if cfg.stacked else [layer(k) for k in keys],
         "norm": ones,
     }
     if not cfg.tied:
         params["head"] = normal(head_key, cfg.vocab_size, D)
     return params
+
+
+def stack(params: Params, cfg: TargetConfig) -> tuple[TargetConfig, Params]:
+    """Brings parameters into the stacked form: every leaf of a layer gets a layer axis."""
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
+    return dataclasses.replace(cfg, stacked=True), params | {"layers": layers}
 
 
 def forward(
@@ -106,20 +117,41 @@ def forward(
     speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     x = embed(params, tokens)
     past = cache_lib.committed(cache, tokens.shape[1])
-    taps, new = [], []
-    for i, layer in enumerate(params["layers"]):
-        if i in cfg.taps:
-            taps.append(x)
+
+    def block(x: Array, layer: Params, *committed: Array) -> tuple[Array, KV]:
         with jax.named_scope("qkv"):
             normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
             q, kv = project(layer, normed, positions, speed, cfg.norm_eps)
         segments = (Segment(kv.k, kv.v, mask),)
-        if cache.n_slots:
-            segments = (Segment(cache.k[i], cache.v[i], past), *segments)
-        x = attend_and_mlp(layer, x, q, segments, cfg.norm_eps)
-        new.append(kv)
+        if committed:
+            segments = (Segment(*committed, past), *segments)
+        return attend_and_mlp(layer, x, q, segments, cfg.norm_eps), kv
+
+    caches = (cache.k, cache.v) if cache.n_slots else ()
+    if cfg.stacked:
+
+        def body(at: tuple, layer: tuple) -> tuple[tuple, KV]:
+            x, taps = at
+            i, *layer = layer
+            taps = [
+                jnp.where(i == j, x, tap) for j, tap in zip(cfg.taps, taps, strict=True)
+            ]
+            x, kv = block(x, *layer)
+            return (x, taps), kv
+
+        index = jnp.arange(cfg.n_layers)
+        start = (x, [x] * len(cfg.taps))
+        (x, taps), new = jax.lax.scan(body, start, (index, params["layers"], *caches))
+    else:
+        taps, each = [], []
+        for i, layer in enumerate(params["layers"]):
+            if i in cfg.taps:
+                taps.append(x)
+            x, kv = block(x, layer, *(leaf[i] for leaf in caches))
+            each.append(kv)
+        new = tuple(each)
     top = rms_norm(x, params["norm"], cfg.norm_eps)
-    return TargetOutput(top=top, taps=jnp.concatenate(taps), new=tuple(new))
+    return TargetOutput(top=top, taps=jnp.concatenate(taps), new=new)
 
 
 def embed(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "D B T"]:

@@ -19,7 +19,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle_jax import cache as cache_lib
-from eagle_jax import draft, target
+from eagle_jax import draft, sharding, target
 from eagle_jax.config import DraftConfig, TargetConfig, TrainConfig
 from eagle_jax.layers import KV, Params, Segment, linear
 
@@ -513,28 +513,33 @@ def train_step(
     cfg: DraftConfig,
     train: TrainConfig,
     update: optax.GradientTransformation,
+    fsdp: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """Takes one step. Donate `state`.
 
     Args:
       key: of the whole run; every step makes its own, so a resumed run draws the same.
       fixed: what the head shares and never trains (embedding, draft vocabulary).
+      fsdp: how `state` was placed (`sharding.place`), and stays.
     """
     key = jax.random.fold_in(key, state.step)
 
     def loss(params: Params) -> tuple[Array, Metrics]:
-        params = params | fixed
+        # With fsdp all devices gather the head once; else the compiler may prefer to move
+        # activations about for every product.
+        params = sharding.constrain(params, state) | fixed
         return head_loss(key, params, target_params, batch, given, cfg, train)
 
     (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
     updates, opt_state = update.update(grads, state.opt_state, state.params)
     params: Any = optax.apply_updates(state.params, updates)
-    return TrainState(
+    new = TrainState(
         params=params,
         opt_state=opt_state,
         step=state.step + 1,
         n_tokens=state.n_tokens + metrics.n_labels,
-    ), metrics
+    )
+    return sharding.constrain(new, state, fsdp), metrics
 
 
 def predicted_tau(accuracy: Float[Array, " I"]) -> Float[Array, ""]:

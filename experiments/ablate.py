@@ -39,6 +39,7 @@ flags.DEFINE_integer("max_new_tokens", 0, "New tokens per answer; 0: the preset'
 flags.DEFINE_float("temperature", None, "0 is greedy; default: the config's.")
 flags.DEFINE_integer("batch", 1, "Prompts decoded together.")
 flags.DEFINE_bool("retrain", False, "Train even if the head is there.")
+flags.DEFINE_bool("fsdp", False, "Cut trained parameters over data as well as model.")
 flags.DEFINE_bool("force", False, "Measure even if the result line is there.")
 
 
@@ -174,7 +175,7 @@ def get_head(setup: Setup, variant: Variant, samples: list[Sample], out: Path) -
         print(f"head     {job.head} is there and is used; --retrain trains it again")
         return job.head
     _trained.add(job.head)
-    return trainer.fit(job, FLAGS.retrain)
+    return trainer.fit(job, FLAGS.retrain, FLAGS.fsdp)
 
 
 _trained: set[Path] = set()  # by this run: variants that share a head train it once

@@ -14,14 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 from absl import app, flags, logging
+from jax.sharding import Mesh
 
 from eagle_jax import config as config_lib
+from eagle_jax import sharding, target, weights
 from eagle_jax import text as text_lib
-from eagle_jax import weights
 from eagle_jax.config import Config, TargetConfig
 from eagle_jax.layers import Params
 from eagle_jax.text import Text
@@ -35,6 +37,7 @@ flags.DEFINE_string(
 )
 flags.DEFINE_multi_string("set", [], "field=value, such as tree.depth=6; repeatable.")
 flags.DEFINE_string("out", "out", "Folder for heads, checkpoints and results.")
+flags.DEFINE_string("mesh", "", "Such as data:4,model:2; default: from the devices.")
 
 
 class Setup(NamedTuple):
@@ -93,8 +96,8 @@ def _prepare_jax() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def read_config(name: str) -> Config:
-    """Reads a config file, given by its path or by its path in this project."""
+def config_module(name: str) -> ModuleType:
+    """Runs a config file, given by its path or by its path in this project."""
     path = Path(name)
     if not path.exists():
         path = ROOT / name
@@ -108,7 +111,12 @@ def read_config(name: str) -> Config:
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ValueError(f"{path} has no function get_config()")
-    cfg: Config = module.get_config()
+    return module
+
+
+def read_config(name: str) -> Config:
+    """Reads a config file."""
+    cfg: Config = config_module(name).get_config()
     return cfg
 
 
@@ -143,11 +151,43 @@ def used_flags() -> str:
 
 
 def load_setup(cfg: Config) -> Setup:
-    """Loads the target a config names."""
+    """Loads the target a config names, onto all devices.
+
+    With several devices the weights are read into the host's memory first: one device
+    need not hold them all.
+    """
+    several = jax.device_count() > 1
+    host = jax.local_devices(backend="cpu")[0] if several else None
+    with jax.default_device(host):
+        target_cfg, params, text, name = _load_target(cfg)
+        mesh = choose_mesh(cfg, target_cfg)
+        if mesh is not None:
+            n = mesh.shape["model"]
+            target_cfg, params = sharding.pad_heads(params, target_cfg, n)
+        if cfg.stacked:
+            target_cfg, params = target.stack(params, target_cfg)
+    return Setup(cfg, target_cfg, sharding.place(params, mesh), text, name)
+
+
+def choose_mesh(cfg: Config, target_cfg: TargetConfig) -> Mesh | None:
+    """Returns the mesh of --mesh or one that suits the models; None with one device."""
+    if jax.device_count() == 1 and not FLAGS.mesh:
+        return None
+    default = sharding.default_mesh(jax.device_count(), target_cfg, cfg.draft)
+    mesh = sharding.make_mesh(FLAGS.mesh or default)
+    print(f"mesh     {sharding.describe(mesh)}")
+    if cfg.train.rows % mesh.shape["data"]:
+        print(
+            f"         train.rows={cfg.train.rows} is no multiple of data:"
+            f"{mesh.shape['data']}: in training all devices compute the same rows"
+        )
+    return mesh
+
+
+def _load_target(cfg: Config) -> tuple[TargetConfig, Params, Text, str]:
     if cfg.target_source == "tiny":
         tiny = importlib.import_module("configs.tiny")
-        target_cfg, params, text = tiny.load(cfg.dtype, cfg.taps)
-        return Setup(cfg, target_cfg, params, text, "tiny")
+        return *tiny.load(cfg.dtype, cfg.taps), "tiny"
     path = weights.resolve(cfg.target_source)
     target_cfg, params = weights.load_target(path, dtype=cfg.dtype, taps=cfg.taps)
     text = text_lib.load_text(path)
@@ -155,7 +195,7 @@ def load_setup(cfg: Config) -> Setup:
     if ignored := weights.ignored_settings(path):
         said = ", ".join(f"{key}={value!r}" for key, value in ignored.items())
         print(f"note     generation_config.json is not applied, the config is: {said}")
-    return Setup(cfg, target_cfg, params, text, weights.target_hash(path))
+    return target_cfg, params, text, weights.target_hash(path)
 
 
 def _complete(cfg: TargetConfig, text: Text) -> TargetConfig:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax import decode, draft, heads, metrics, target
+from eagle_jax import decode, draft, heads, metrics, sharding, target
 from eagle_jax import text as text_lib
 from eagle_jax.config import DecodeConfig, DraftConfig, TreeConfig
 from eagle_jax.data import Question
@@ -68,8 +68,11 @@ def load_method(
     if head.taps is not None and head.taps != t.taps and head.cfg.head == "eagle3":
         t = dataclasses.replace(t, taps=head.taps)
     tied = draft.tie(head.params, setup.target_params, head.cfg)
-    params = {"target": setup.target_params, "draft": tied}
-    return Method(params, DecodeConfig(t, head.cfg, tree, setup.cfg.sampling))
+    cfg, mesh = head.cfg, sharding.mesh_of(setup.target_params)
+    if mesh is not None:
+        cfg, tied = sharding.pad_heads(tied, cfg, mesh.shape["model"])
+    params = {"target": setup.target_params, "draft": sharding.place(tied, mesh)}
+    return Method(params, DecodeConfig(t, cfg, tree, setup.cfg.sampling))
 
 
 class TaskResult(NamedTuple):

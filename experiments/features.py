@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from eagle_jax import data, train
+from eagle_jax import data, sharding, train
 from eagle_jax.config import DraftConfig, TargetConfig, fingerprint
 from eagle_jax.data import Packed, Sample
 from eagle_jax.layers import Params
@@ -26,9 +26,10 @@ from experiments.common import Progress, Setup, append_line, read_lines
 TAPS = DraftConfig(head="eagle3")
 
 
-def to_batch(packed: Packed) -> Batch:
-    """Brings a packed batch to the device."""
-    return Batch(*(jnp.asarray(getattr(packed, name)) for name in Batch._fields))
+def to_batch(packed: Packed, setup: Setup) -> Batch:
+    """Brings a packed batch to the devices, its rows where the mesh wants them."""
+    batch = Batch(*(jnp.asarray(getattr(packed, name)) for name in Batch._fields))
+    return sharding.place(batch, sharding.mesh_of(setup.target_params))
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
@@ -64,7 +65,7 @@ class Online:
     def raw(self, packed: Packed) -> Float[Any, "B T X"]:
         """Returns the taps and the final-norm output of one batch."""
         setup = self.setup
-        return _raw(setup.target_params, to_batch(packed), setup.target_cfg)
+        return _raw(setup.target_params, to_batch(packed, setup), setup.target_cfg)
 
 
 class Store:
@@ -122,7 +123,7 @@ class Store:
         with self.path.open("r+b") as file:
             for at in range(0, len(packed.tokens), cfg.rows):
                 rows = data.rows_of(packed, at, cfg.rows)
-                raw = _raw(setup.target_params, to_batch(rows), setup.target_cfg)
+                raw = _raw(setup.target_params, to_batch(rows, setup), setup.target_cfg)
                 half = np.clip(np.asarray(raw), -65504, 65504).astype(np.float16)
                 for r, t in np.argwhere((rows.positions == 0) & (rows.segments > 0)):
                     sample = by_start[int(rows.source[r, t])]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from eagle_jax import checkpoint, data, draft, heads, train
+from eagle_jax import checkpoint, data, draft, heads, sharding, train
 from eagle_jax.config import Config, DraftConfig, fingerprint
 from eagle_jax.data import Sample
 from eagle_jax.layers import Params
@@ -28,7 +28,7 @@ TRAINING_DATA = (ROOT / "experiments" / "data" / "train.jsonl.gz",)
 
 jit_train_step = jax.jit(
     train.train_step,
-    static_argnames=("cfg", "train", "update"),
+    static_argnames=("cfg", "train", "update", "fsdp"),
     donate_argnames="state",
 )
 jit_loss = jax.jit(train.head_loss, static_argnames=("cfg", "train"))
@@ -150,8 +150,11 @@ def _supervised_per_step(samples: list[Sample], cfg: Config) -> float:
     return float(packed.mask.sum()) / n_batches
 
 
-def fit(job: Job, retrain: bool = False) -> Path:
+def fit(job: Job, retrain: bool = False, fsdp: bool = False) -> Path:
     """Trains the head, going on from the newest checkpoint, and returns its folder.
+
+    Args:
+      fsdp: cut parameters and optimiser state over `data` as well (`sharding.spec`).
 
     Raises:
       FloatingPointError: the loss is not finite; the step is named and the last good
@@ -174,7 +177,9 @@ def fit(job: Job, retrain: bool = False) -> Path:
         cfg.train,
         update,
     )
+    mesh = sharding.mesh_of(setup.target_params)
     fixed = {"embed": setup.target_params["embed"], "draft_to_target": ids}
+    fixed = sharding.place(fixed, mesh)
     job.features.add([*job.samples, *job.held_out])
     scale = feature_scale(job)
     if job.start is not None:
@@ -182,6 +187,7 @@ def fit(job: Job, retrain: bool = False) -> Path:
         if "fuse" in params:
             params["fuse"] = params["fuse"] * scale[None]
         state = state._replace(params=jax.tree.map(jnp.array, params))
+    state = sharding.place(state, mesh, fsdp)
     n_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     log, curve = job.folder / "log.jsonl", job.folder / "held_out.jsonl"
     with checkpoint.open_manager(job.folder / "checkpoints") as manager:
@@ -204,7 +210,7 @@ def fit(job: Job, retrain: bool = False) -> Path:
         for index, packed in stream:
             if index >= job.n_steps:
                 break
-            batch = to_batch(packed)
+            batch = to_batch(packed, setup)
             features = given_of(job, packed, scale)
             state, metrics = jit_train_step(
                 noise_key,
@@ -216,6 +222,7 @@ def fit(job: Job, retrain: bool = False) -> Path:
                 job.draft,
                 cfg.train,
                 update,
+                fsdp,
             )
             row = _log_row(index, metrics)
             if not np.isfinite(row["loss"]):
@@ -307,7 +314,8 @@ def feature_scale(job: Job) -> jax.Array:
 
 def given_of(job: Job, packed: data.Packed, scale: jax.Array) -> Features:
     """Returns what the head reads of one batch, and the teacher's features."""
-    raw = job.features.raw(packed)
+    mesh = sharding.mesh_of(job.setup.target_params)
+    raw = sharding.place({"raw": job.features.raw(packed)}, mesh)["raw"]
     return given(raw, scale, job.setup.target_cfg.d_model, job.draft)
 
 
@@ -321,7 +329,7 @@ def evaluate(
     n_labels, right, loss = 0, 0.0, 0.0
     for start in range(0, len(packed.tokens), cfg.train.rows):
         rows = data.rows_of(packed, start, cfg.train.rows)
-        batch, features = to_batch(rows), given_of(job, rows, scale)
+        batch, features = to_batch(rows, setup), given_of(job, rows, scale)
         _, metrics = jit_loss(
             jax.random.key(cfg.seed),
             state.params | fixed,

@@ -94,7 +94,7 @@ def mix(layer: dict, residual: Array, x: Array, at: Array, visible: Array, cfg: 
     a = residual + out @ wo.T
     n = rms_norm(a, np.asarray(layer["mlp_norm"]), cfg.norm_eps)
     gate_up = np.asarray(layer["w_gate_up"], np.float64)
-    gate, up = n @ gate_up[:, 0].T, n @ gate_up[:, 1].T
+    gate, up = n @ gate_up[0].T, n @ gate_up[1].T
     silu = gate / (1 + np.exp(-gate))
     a = a + (silu * up) @ np.asarray(layer["w_down"], np.float64).T
     return a, heads["k"], heads["v"]

@@ -10,7 +10,7 @@ import pytest
 import reference
 import tiny
 
-from eagle_jax import cache, decode, draft, tree
+from eagle_jax import cache, decode, draft, target, tree
 from eagle_jax.config import (
     DecodeConfig,
     DraftConfig,
@@ -471,3 +471,11 @@ def test_a_draft_of_nan_does_not_reach_the_text(counting):
     bad = counting | {"draft": own}
     texts = decode.generate(bad, [[x] for x in STARTS], COUNTING, 20)
     assert texts == [counted(x, 20) for x in STARTS]
+
+
+def test_stacked_layers_decode_the_same_tokens(params, plain):
+    t, stacked = target.stack(params["target"], T)
+    cfg = DecodeConfig(t, D, TREES["dynamic"])
+    state = decode.start(params | {"target": stacked}, PROMPTS, cfg, NEW)
+    assert state.target_cache.k.shape[:2] == (t.n_layers, len(PROMPTS))
+    assert decode.generate(params | {"target": stacked}, PROMPTS, cfg, NEW) == plain

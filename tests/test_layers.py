@@ -186,7 +186,7 @@ def test_joined_matrices_keep_each_kv_head_beside_its_queries() -> None:
     np.testing.assert_array_equal(joined["wqkv"][1, 2], block["wq"][5])
     np.testing.assert_array_equal(joined["wqkv"][1, 3], block["wk"][1])
     np.testing.assert_array_equal(joined["bqkv"][0, 4], block["bv"][0])
-    np.testing.assert_array_equal(joined["w_gate_up"][2, 1], block["w_up"][2])
+    np.testing.assert_array_equal(joined["w_gate_up"][1, 2], block["w_up"][2])
     back = layers.split(joined)
     assert back.keys() == block.keys()
     for name, array in block.items():

@@ -175,3 +175,15 @@ def test_shapes_of_llama31_8b():
     )
     assert logits.shape == (128256, 1, 60) and logits.dtype == jnp.float32
     assert out.taps.shape == (3 * 4096, 1, 60)
+
+
+def test_the_stacked_form_says_the_same(params):
+    cfg, stacked = target.stack(params, CFG)
+    tokens = np.random.default_rng(8).integers(0, CFG.vocab_size, (2, N))
+    want, logits = whole(params, tokens, CFG)
+    got, stacked_logits = whole(stacked, tokens, cfg)
+    np.testing.assert_allclose(stacked_logits, logits, atol=1e-5)
+    np.testing.assert_allclose(got.taps, want.taps, atol=1e-5)
+    for i, kv in enumerate(want.new):
+        np.testing.assert_allclose(got.new.k[i], kv.k, atol=1e-5)
+        np.testing.assert_allclose(got.new.v[i], kv.v, atol=1e-5)
