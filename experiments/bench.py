@@ -1,13 +1,16 @@
-"""Where the time of a decoding step goes, against what the machine's memory allows.
+"""Where the time of decoding and training goes, against what this device allows.
 
     python -m experiments.bench                    (on a quiet machine)
 
 Every part is timed in rounds, all parts once per round, so that a disturbance hits all of
-them alike; medians are reported with the spread between quartiles.
+them alike; medians are reported with the spread between quartiles. The limit of a part is
+the longer of two times: its bytes at the best reading kernel's rate, its floating-point
+operations at that of a large matrix product.
 """
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,34 +23,52 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from eagle_jax import decode, draft, target
+from eagle_jax import cache as cache_lib
+from eagle_jax import decode, draft, target, train, verify
 from eagle_jax.config import DecodeConfig
 from eagle_jax.layers import Params
+from eagle_jax.train import Batch, Features
 from experiments import common, variants
 from experiments.common import Setup
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 15, "Timed rounds.")
-flags.DEFINE_integer("slots", 256, "Cache slots.")
-flags.DEFINE_multi_integer("nodes", [1, 4, 8, 16, 32], "Tree sizes of target forwards.")
+flags.DEFINE_multi_integer("slots", [256, 1024], "Cache slots of target forwards.")
+flags.DEFINE_multi_integer(
+    "nodes", [1, 2, 4, 8, 16, 32, 64], "Tree sizes of target forwards."
+)
+flags.DEFINE_bool("training", True, "Time a training step as well.")
+flags.DEFINE_string("compare", "", "A bench.jsonl: its newest line is set beside ours.")
 
 
 class Part(NamedTuple):
-    """Something to time, and the bytes it must at least read (0: not stated)."""
+    """Something to time.
+
+    Args:
+      n_bytes: what it must at least read; 0: not stated.
+      flops: floating-point operations of its matrix products; 0: not stated.
+      per_call: steps inside one call.
+    """
 
     name: str
     call: Callable[[], Any]
-    n_bytes: int
-    per_call: int = 1  # steps inside one call
+    n_bytes: int = 0
+    flops: float = 0.0
+    per_call: int = 1
 
 
 def main() -> None:
+    other = _other()
     setup = common.load_setup(common.load_config())
     print(f"device   {common.describe_device()}, jax {jax.__version__}")
-    parts = [*reading_kernels(), *decoding(setup)]
+    parts = [*kernels(), *decoding(setup)]
+    if FLAGS.training:
+        parts += training(setup)
     seconds: dict[str, list[float]] = {part.name: [] for part in parts}
-    for part in parts:  # compile and warm up
+    progress = common.Progress("compile", len(parts))
+    for i, part in enumerate(parts):
         jax.block_until_ready(part.call())
+        progress.show(i + 1, part.name)
     progress = common.Progress("round", FLAGS.rounds)
     for r in range(FLAGS.rounds):
         for part in parts:
@@ -56,11 +77,25 @@ def main() -> None:
             spent = time.perf_counter() - began
             seconds[part.name].append(spent / part.per_call)
         progress.show(r + 1)
-    report(parts, seconds)
+    report(parts, seconds, other)
 
 
-def reading_kernels() -> list[Part]:
-    """Kernels that read 512 MB with all threads: the best of them is the bandwidth."""
+def _other() -> dict[str, float]:
+    """Reads the seconds of every part from the line to compare with."""
+    if not FLAGS.compare:
+        return {}
+    path = Path(FLAGS.compare)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    if not lines or "parts" not in lines[-1]:
+        raise ValueError(f"--compare={path} holds no line of bench")
+    return {part["part"]: part["seconds"] for part in lines[-1]["parts"]}
+
+
+def kernels() -> list[Part]:
+    """Kernels that read 512 MB with all threads, and a large matrix product.
+
+    The best of the former is the bandwidth, the latter the rate of arithmetic.
+    """
     n_bytes = 512 * 2**20
     array = np.ones((2**17, 2**10), np.float32)
     assert array.nbytes == n_bytes
@@ -68,45 +103,79 @@ def reading_kernels() -> list[Part]:
     on_device, v = jnp.asarray(array), jnp.asarray(vector)
     total = jax.jit(jnp.sum)
     largest = jax.jit(jnp.max)
-    product = jax.jit(jnp.dot)
+    product = jax.jit(functools.partial(jnp.dot, precision="highest"))
+    square = jnp.ones((2048, 2048), jnp.float32)
     return [
         Part("read: BLAS matrix-vector", lambda: array @ vector, n_bytes),
         Part("read: XLA matrix-vector", lambda: product(on_device, v), n_bytes),
         Part("read: XLA sum", lambda: total(on_device), n_bytes),
         Part("read: XLA max", lambda: largest(on_device), n_bytes),
+        Part("matrix product 2048", lambda: product(square, square), 0, 2.0 * 2048**3),
     ]
 
 
+N_PROMPT, N_NEW = 64, 33
+
+
 def decoding(setup: Setup) -> list[Part]:
-    """The plain step inside its loop, target forwards by tree size, and drafting."""
-    cfg = DecodeConfig(setup.target_cfg)
-    # A target that never stops: every loop takes the same number of steps.
-    endless = DecodeConfig(dataclasses.replace(setup.target_cfg, eos_ids=()))
-    params = {"target": setup.target_params}
-    weights = _bytes(setup.target_params)
-    if "head" in setup.target_params:
-        weights -= setup.target_params["embed"].nbytes  # looked up, not read whole
-    prompt = list(range(100, 164))
-    n_new = 33
+    """Steps inside their loops, and each part of a step by itself."""
+    # A target that never stops: every loop takes the same number of tokens.
+    endless = dataclasses.replace(setup.target_cfg, eos_ids=())
+    params: Params = {"target": setup.target_params}
+    weights = _read_whole(setup.target_params)
+    chunk = jnp.arange(100, 100 + decode.CHUNK, dtype=jnp.int32)[None]
+    after = jnp.where(jnp.arange(decode.CHUNK)[None] < N_PROMPT - 1, chunk + 1, -1)
 
-    def fresh(params: Params, cfg: DecodeConfig) -> decode.DecodeState:
-        return decode.start(params, [prompt], cfg, n_new, max_len=FLAGS.slots)
+    def fresh(params: Params, cfg: DecodeConfig, slots: int) -> decode.DecodeState:
+        state = decode.jit_empty(decode.row_keys(0, 1), cfg, slots)
+        count = jnp.full(1, N_PROMPT, jnp.int32)
+        return decode.jit_prefill(params, state, chunk, after, count, cfg)
 
-    def plain() -> Any:
-        return decode.jit_loop(params, states.pop(), endless, n_new)[1]
+    def looped(params: Params, cfg: DecodeConfig) -> tuple[Callable[[], Any], int]:
+        states = [fresh(params, cfg, 256) for _ in range(FLAGS.rounds + 2)]
+        out = decode.jit_loop(params, states.pop(), cfg, N_NEW)[1]
+        n_steps = int((np.asarray(out.n_emitted[0]) >= 0).sum())
+        return lambda: decode.jit_loop(params, states.pop(), cfg, N_NEW)[1], n_steps
 
-    states = [fresh(params, endless) for _ in range(FLAGS.rounds + 1)]
-    state = fresh(params, endless)
-    kv = 2 * len(state.target_cache.k) * int(np.prod(state.target_cache.k[0].shape[:3]))
-    used = kv * (len(prompt) + n_new // 2) * state.target_cache.k[0].itemsize
-    parts = [Part("plain step, in its loop", plain, weights + used, n_new - 1)]
-    forward = jax.jit(_forward, static_argnames="cfg")
-    for n in FLAGS.nodes:
-        tokens = jnp.arange(100, 100 + n, dtype=jnp.int32)[None]
-        call = functools.partial(
-            forward, setup.target_params, tokens, state.target_cache, cfg.target
+    plain = DecodeConfig(endless)
+    used = _kv_bytes(fresh(params, plain, 256), N_PROMPT + N_NEW // 2)
+    call, n_steps = looped(params, plain)
+    parts = [
+        Part(
+            "plain step, in its loop", call, weights + used, 2.0 * weights / 4, n_steps
         )
-        parts.append(Part(f"target forward, {n} nodes", call, weights + used))
+    ]
+    forward = jax.jit(_forward, static_argnames="cfg")
+    for slots in FLAGS.slots:
+        state = fresh(params, plain, slots)
+        for n in FLAGS.nodes:
+            tokens = jnp.arange(100, 100 + n, dtype=jnp.int32)[None]
+            call = functools.partial(
+                forward, setup.target_params, tokens, state.target_cache, endless
+            )
+            name = f"target forward, {n} nodes, {slots} slots"
+            parts.append(Part(name, call, weights + used, 2.0 * n * weights / 4))
+    states = [fresh(params, plain, 256) for _ in range(FLAGS.rounds + 1)]
+    parts.append(
+        Part(
+            f"prefill of {decode.CHUNK} tokens",
+            lambda: decode.jit_prefill(
+                params, states.pop(), chunk, after, jnp.full(1, 8, jnp.int32), plain
+            ),
+            weights,
+            2.0 * decode.CHUNK * weights / 4,
+        )
+    )
+    return parts + drafting(setup, endless, fresh, looped)
+
+
+def drafting(
+    setup: Setup,
+    endless: Any,
+    fresh: Callable[..., decode.DecodeState],
+    looped: Callable[..., tuple[Callable[[], Any], int]],
+) -> list[Part]:
+    """A whole step with the config's tree, and its parts but for the target's forward."""
     head = variants.head_config(variants.parse("eagle3"), setup.cfg, setup.target_cfg)
     own = draft.init(jax.random.key(0), head, setup.target_cfg)
     own["draft_to_target"] = jnp.arange(head.vocab_size, dtype=jnp.int32)
@@ -114,20 +183,135 @@ def decoding(setup: Setup) -> list[Part]:
         "target": setup.target_params,
         "draft": draft.tie(own, setup.target_params, head),
     }
-    eagle = DecodeConfig(setup.target_cfg, head, setup.cfg.tree)
-    primed = fresh(tied, eagle)
-    propose = jax.jit(draft.propose, static_argnames=("cfg", "tree"))
     tree = setup.cfg.tree
-    n_own = _bytes(own)
-    levels = n_own * (tree.depth - 1) + own["head"].nbytes
+    cfg = DecodeConfig(endless, head, tree)
+    state = fresh(tied, cfg, 256)
+    n_own, n_head = _bytes(own), own["head"].nbytes
+    n_layer = n_own - n_head - own["fuse"].nbytes
+    propose = jax.jit(draft.propose, static_argnames=("cfg", "tree"))
+    extend = jax.jit(draft.extend, static_argnames="cfg")
+    n_new = tree.depth + 1
+    features = jnp.ones((head.feature_size, 1, n_new), head.dtype)
+    tokens = jnp.ones((1, n_new), jnp.int32)
+    count = jnp.full(1, n_new, jnp.int32)
+    parts = [
+        Part(
+            f"draft extend, {n_new} tokens",
+            lambda: extend(tied["draft"], state.draft, tokens, features, count, head),
+            n_own - n_head,
+        )
+    ]
+    for width in (1, 2, 4, 8):
+        one, two = (
+            dataclasses.replace(tree, width=width, depth=d, n_nodes=d + 1)
+            for d in (1, 2)
+        )
+        for shape, n_bytes in ((one, n_head), (two, 2 * n_head + n_layer)):
+            parts.append(
+                Part(
+                    f"propose, width {width}, {shape.depth} levels",
+                    functools.partial(
+                        propose, tied["draft"], state.draft, state.root, head, shape
+                    ),
+                    n_bytes,
+                )
+            )
+    levels = (n_head + n_layer) * (tree.depth - 1) + n_head
     parts.append(
         Part(
             f"propose, width {tree.width}, depth {tree.depth}",
-            lambda: propose(tied["draft"], primed.draft, primed.root, head, tree),
+            lambda: propose(tied["draft"], state.draft, state.root, head, tree),
             levels,
         )
     )
+    drafted = propose(tied["draft"], state.draft, state.root, head, tree)
+    scores = jnp.ones((endless.vocab_size, 1, tree.n_nodes), jnp.float32)
+
+    @jax.jit
+    def judge(scores: jax.Array) -> Any:
+        keys = decode.row_keys(0, 1)
+        sampled = verify.sample(keys, scores, cfg.sampling)
+        return verify.walk(drafted, sampled, tree.depth)
+
+    parts.append(Part("verify walk", lambda: judge(scores), scores.nbytes))
+    new = jax.tree.map(
+        lambda old: jnp.ones((*old.shape[:-1], n_new), old.dtype), state.target_cache.k
+    )
+    caches = [jax.tree.map(jnp.copy, state.target_cache) for _ in range(2)]
+    commit = jax.jit(
+        lambda cache, kv: cache_lib.append(cache, kv, count), donate_argnums=0
+    )
+    pairs = tuple(cache_lib.KV(k, k) for k in new)
+
+    def write() -> Any:  # in place, again and again at the same slots
+        caches[0] = commit(caches[0], pairs)
+        caches[0] = caches[0]._replace(length=jnp.copy(state.target_cache.length))
+        return caches[0]
+
+    parts.append(Part("commit", write, 2 * sum(k.nbytes for k in new)))
+    weights = _read_whole(setup.target_params)
+    call, n_steps = looped(tied, cfg)
+    parts.append(
+        Part(
+            f"whole step, {tree.n_nodes} nodes, in its loop",
+            call,
+            weights + levels + n_own,
+            2.0 * tree.n_nodes * weights / 4,
+            n_steps,
+        )
+    )
     return parts
+
+
+def training(setup: Setup) -> list[Part]:
+    """One training step of an EAGLE-3 head, and the target's features for it."""
+    cfg = setup.cfg.train
+    head = variants.head_config(variants.parse("eagle3"), setup.cfg, setup.target_cfg)
+    ids = jnp.arange(head.vocab_size, dtype=jnp.int32)
+    update = train.optimiser(cfg, 100)
+    shape = (cfg.rows, cfg.row_length)
+    at = jnp.broadcast_to(jnp.arange(cfg.row_length, dtype=jnp.int32), shape)
+    batch = Batch(at + 100, jnp.ones(shape, jnp.int32), at, jnp.ones(shape, bool))
+    features = jax.jit(train.target_features, static_argnames=("cfg", "head"))
+    step = jax.jit(
+        train.train_step,
+        static_argnames=("cfg", "train", "update"),
+        donate_argnames="state",
+    )
+    key = jax.random.key(0)
+    given: Features = features(setup.target_params, batch, setup.target_cfg, head)
+    states = [
+        train.init(key, setup.target_params, ids, head, setup.target_cfg, cfg, update)
+    ]
+    fixed = {"embed": setup.target_params["embed"], "draft_to_target": ids}
+
+    def one_step() -> Any:
+        states[0], metrics = step(
+            key, states[0], fixed, setup.target_params, batch, given, head, cfg, update
+        )
+        return metrics
+
+    n = cfg.rows * cfg.row_length
+    layer = sum(leaf.size for leaf in jax.tree.leaves(states[0].params))
+    layer -= states[0].params["head"].size
+    weights = _read_whole(setup.target_params) / 4
+    body = weights - setup.target_params["embed"].size  # its LM head is not run
+    teacher = 2.0 * setup.target_params["embed"].size
+    scoring = 6.0 * states[0].params["head"].size * cfg.ttt_steps
+    return [
+        Part(
+            f"features of {n} training tokens",
+            lambda: features(setup.target_params, batch, setup.target_cfg, head),
+            0,
+            2.0 * body * n,
+        ),
+        Part(
+            f"training step on {n} tokens",
+            one_step,
+            0,
+            n * (6.0 * layer * cfg.ttt_steps + teacher + scoring),
+        ),
+    ]
 
 
 def _forward(params: Params, tokens: jax.Array, cache: Any, cfg: Any) -> jax.Array:
@@ -139,30 +323,58 @@ def _forward(params: Params, tokens: jax.Array, cache: Any, cfg: Any) -> jax.Arr
     return jnp.argmax(target.logits(params, out.top), axis=0)
 
 
+def _read_whole(params: Params) -> int:
+    """Bytes of a target that every step reads; an own embedding is looked up only."""
+    looked_up = params["embed"].nbytes if "head" in params else 0
+    return _bytes(params) - looked_up
+
+
+def _kv_bytes(state: decode.DecodeState, n_tokens: int) -> int:
+    """Bytes of the keys and values of so many tokens."""
+    k = state.target_cache.k
+    return 2 * len(k) * int(np.prod(k[0].shape[:3])) * n_tokens * k[0].dtype.itemsize
+
+
 def _bytes(params: Params) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
-def report(parts: list[Part], seconds: dict[str, list[float]]) -> None:
+def report(
+    parts: list[Part], seconds: dict[str, list[float]], other: dict[str, float]
+) -> None:
     """Prints the table and appends one JSON line."""
     medians = {name: float(np.median(s)) for name, s in seconds.items()}
     reads = [p for p in parts if p.name.startswith("read: ")]
     bandwidth = max(p.n_bytes / medians[p.name] for p in reads)
-    table = Table(title=f"best reading kernel {bandwidth / 1e9:.1f} GB/s")
-    for column in ("part", "ms", "quartiles", "MB to read", "limit ms", "limit / time"):
+    rate = max(
+        p.flops / medians[p.name] for p in parts if p.name.startswith("matrix product")
+    )
+    table = Table(
+        title=f"best reading kernel {bandwidth / 1e9:.1f} GB/s, matrix product "
+        f"{rate / 1e9:.0f} GFLOP/s"
+    )
+    columns = ["part", "ms", "quartiles", "MB", "GFLOP", "limit ms", "limit / time"]
+    for column in [*columns, *(["time / other"] if other else [])]:
         table.add_column(column, justify="left" if column == "part" else "right")
     lines = []
     for part in parts:
         low, high = np.quantile(seconds[part.name], [0.25, 0.75])
-        limit = part.n_bytes / bandwidth
+        limit = max(part.n_bytes / bandwidth, part.flops / rate)
         ratio = limit / medians[part.name]
+        before = other.get(part.name)
         table.add_row(
             part.name,
             f"{medians[part.name] * 1e3:.2f}",
             f"{low * 1e3:.2f} - {high * 1e3:.2f}",
             f"{part.n_bytes / 1e6:.0f}",
+            f"{part.flops / 1e9:.1f}",
             f"{limit * 1e3:.2f}",
             f"{ratio:.2f}",
+            *(
+                [f"{medians[part.name] / before:.2f}" if before else "-"]
+                if other
+                else []
+            ),
         )
         lines.append(
             {
@@ -170,6 +382,7 @@ def report(parts: list[Part], seconds: dict[str, list[float]]) -> None:
                 "seconds": medians[part.name],
                 "quartiles": [float(low), float(high)],
                 "bytes": part.n_bytes,
+                "flops": part.flops,
                 "limit_over_time": ratio,
             }
         )
@@ -179,9 +392,9 @@ def report(parts: list[Part], seconds: dict[str, list[float]]) -> None:
         "device": common.describe_device(),
         "jax": jax.__version__,
         "commit": common.commit(),
-        "slots": FLAGS.slots,
         "rounds": FLAGS.rounds,
         "bytes_per_second": bandwidth,
+        "flops_per_second": rate,
         "parts": lines,
     }
     path = Path(FLAGS.out) / "bench.jsonl"
