@@ -304,6 +304,7 @@ def compile_part(run: Run, part: str, chip: Chip) -> dict[str, Any]:
         used = re.search(r"Used ([\d.]+)([KMG]) of", str(fault))
         scale = {"K": 2**10, "M": 2**20, "G": 2**30}
         row["fits"] = False
+        row["fault"] = " ".join(str(fault).split())[:300]
         row["bytes_per_chip"] = float(used[1]) * scale[used[2]] if used else None
         row["compile_seconds"] = time.monotonic() - began
         return row

@@ -1,10 +1,14 @@
 """Trains a head for a target: data, checkpoints, log lines and the exported head."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import shutil
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,7 +194,10 @@ def fit(job: Job, retrain: bool = False, fsdp: bool = False) -> Path:
     state = sharding.place(state, mesh, fsdp)
     n_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     log, curve = job.folder / "log.jsonl", job.folder / "held_out.jsonl"
-    with checkpoint.open_manager(job.folder / "checkpoints") as manager:
+    with (
+        checkpoint.open_manager(job.folder / "checkpoints") as manager,
+        _notes_sigterm() as told_to_stop,
+    ):
         restored = checkpoint.restore(manager, state)
         if restored is not None:
             state = restored
@@ -241,7 +248,9 @@ def fit(job: Job, retrain: bool = False, fsdp: bool = False) -> Path:
             if done % cfg.train.evaluate_every == 0 and done < job.n_steps:
                 found = evaluate(job, state, fixed, scale)
                 append_line(curve, {"step": index, **found})
-            if done % cfg.train.checkpoint_every == 0 or done == job.n_steps:
+            stopping = told_to_stop.is_set() and done < job.n_steps
+            due = done % cfg.train.checkpoint_every == 0
+            if due or stopping or done == job.n_steps:
                 # The loss speaks about the parameters before the step, not after.
                 if not _all_finite(state.params):
                     raise FloatingPointError(
@@ -250,9 +259,25 @@ def fit(job: Job, retrain: bool = False, fsdp: bool = False) -> Path:
                         )
                     )
                 checkpoint.save(manager, state)
+            if stopping:
+                raise KeyboardInterrupt
     held_out = evaluate(job, state, fixed, scale)
     export(job, state, [*read_lines(curve), held_out], scale)
     return job.head
+
+
+@contextlib.contextmanager
+def _notes_sigterm() -> Iterator[threading.Event]:
+    """Notes SIGTERM instead of dying of it, so that the step under way is finished.
+
+    Machines that can be taken away at any time send it some seconds before.
+    """
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _all_finite(params: dict[str, Any]) -> bool:

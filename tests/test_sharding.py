@@ -4,15 +4,16 @@ import functools
 import re
 from typing import Any
 
+import drivers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import PartitionSpec as P
 
 from eagle_jax import decode, draft, sharding, target, train
 from eagle_jax.config import DecodeConfig, TrainConfig, TreeConfig
-from tests import tiny
 
 MESHES = ["data:8,model:1", "data:4,model:2", "data:2,model:4", "data:1,model:8"]
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 9, [8, 9, 1, 3]] * 2
@@ -250,3 +251,17 @@ def test_the_largest_of_a_cut_vocabulary_are_those_of_a_whole_one():
         wanted = jax.lax.top_k(scores.transpose(1, 2, 0), k)
         np.testing.assert_array_equal(best, wanted[0])
         np.testing.assert_array_equal(index, wanted[1])
+
+
+def test_the_driver_trains_and_decodes_on_eight_devices(tmp_path, monkeypatch):
+    straight, _ = drivers.trained()
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    out = tmp_path / "eight"
+    said = drivers.run("ablate", *drivers.ablate_flags(out), "--fsdp")
+    assert "mesh     data:4,model:2" in said
+    logs = [drivers.only(f / "training") / "log.jsonl" for f in (straight, out)]
+    one, eight = ([row["loss"] for row in drivers.read_lines(log)] for log in logs)
+    # 24 updates of Adam let differences of rounding grow.
+    np.testing.assert_allclose(eight, one, rtol=1e-3)
+    for row in drivers.read_lines(out / "results.jsonl"):
+        assert row["n_identical"] == row["n_prompts"]

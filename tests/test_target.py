@@ -1,6 +1,7 @@
 """`target`: the cached forward, the tree forward and the features, against plain passes."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -148,7 +149,7 @@ def test_slots_behind_the_committed_ones_are_never_read(params, bad_key, bad_val
     tokens = np.random.default_rng(6).integers(0, CFG.vocab_size, (1, N))
     at = committed(params, tokens, [6], 20)
 
-    def poisoned(layers: tuple, poison: float) -> tuple:
+    def poisoned(layers: Iterable[jax.Array], poison: float) -> tuple:
         return tuple(x.at[..., 6:].set(poison) for x in layers)
 
     bad = at._replace(k=poisoned(at.k, bad_key), v=poisoned(at.v, bad_value))

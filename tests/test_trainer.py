@@ -1,6 +1,8 @@
 """`trainer`: a run that is stopped goes on as if nothing had happened."""
 
 import dataclasses
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -135,7 +137,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.taken: list[int] = []
-        self.stop_before = -1
+        self.stop_before = self.term_in = -1
         self.bad_loss = self.bad_params = -1
 
     def raw(self, packed: Packed) -> jax.Array:
@@ -146,6 +148,8 @@ class Steps:
         k = int(state.step)
         if k == self.stop_before:
             raise KeyboardInterrupt
+        if k == self.term_in:
+            os.kill(os.getpid(), signal.SIGTERM)
         self.taken.append(k)
         value = np.nan if k == self.bad_params else k + 1.0
         params = jax.tree.map(
@@ -204,6 +208,21 @@ def test_a_stopped_run_goes_on_from_its_newest_checkpoint(setup, steps, tmp_path
     assert steps.taken == list(range(6, n))
     assert logged(job) == list(range(n))
     assert saved_steps(job)[-1] == n
+
+
+def test_sigterm_saves_the_step_under_way_and_stops(setup, steps, tmp_path):
+    job = plan(setup, tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    steps.term_in = 6
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(job)
+    assert (steps.taken, saved_steps(job)) == (list(range(7)), [6, 7])
+    assert signal.getsignal(signal.SIGTERM) is before
+    steps.term_in = -1
+    steps.taken.clear()
+    assert trainer.fit(job) == job.head
+    assert steps.taken == list(range(7, job.n_steps))
+    assert logged(job) == list(range(job.n_steps))
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(
