@@ -50,6 +50,7 @@ def init(key: Array, cfg: TargetConfig) -> Params:
 
     D, F, H = cfg.d_model, cfg.d_mlp, cfg.n_heads
     K, C = cfg.n_kv_heads, cfg.head_dim
+    X = (cfg.n_experts,) if cfg.n_experts else ()
     ones = jnp.ones(D, cfg.dtype)
     layers = []
     for layer_key in jax.random.split(key, cfg.n_layers):
@@ -61,10 +62,12 @@ def init(key: Array, cfg: TargetConfig) -> Params:
             "wv": normal(keys[2], K, C, D),
             "wo": normal(keys[3], D, H * C).reshape(D, H, C),
             "mlp_norm": ones,
-            "w_gate": normal(keys[4], F, D),
-            "w_up": normal(keys[5], F, D),
-            "w_down": normal(keys[6], D, F),
+            "w_gate": normal(keys[4], *X, F, D),
+            "w_up": normal(keys[5], *X, F, D),
+            "w_down": normal(keys[6], D, *X, F),
         }
+        if cfg.n_experts:
+            layer["router"] = normal(jax.random.fold_in(layer_key, 10), *X, D)
         if cfg.qkv_bias:
             layer |= {
                 "bq": normal(keys[7], H, C),
@@ -101,11 +104,17 @@ def forward(
     Args:
       positions: rotary position of each token.
       mask: which of the T tokens each of them may look at (causal, packed or tree-shaped);
-        committed cache slots are always visible. A cache without slots is skipped.
+        committed cache slots are always visible. A cache without slots is skipped. A
+        sliding window hides what lies further back, in both.
     """
     speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     x = embed(params, tokens)
     past = cache_lib.committed(cache, tokens.shape[1])
+    if cfg.sliding_window:  # a committed token stands in the slot of its position
+        slots = jnp.arange(cache.n_slots)[None, None]
+        past = past & (positions[..., None] - slots < cfg.sliding_window)
+        steps = positions[:, :, None] - positions[:, None, :]
+        mask = mask & (steps < cfg.sliding_window)
     taps, new = [], []
     for i, layer in enumerate(params["layers"]):
         if i in cfg.taps:
@@ -116,7 +125,9 @@ def forward(
         segments = (Segment(kv.k, kv.v, mask),)
         if cache.n_slots:
             segments = (Segment(cache.k[i], cache.v[i], past), *segments)
-        x = attend_and_mlp(layer, x, q, segments, cfg.norm_eps)
+        x = attend_and_mlp(
+            layer, x, q, segments, cfg.norm_eps, n_experts_used=cfg.n_experts_used
+        )
         new.append(kv)
     top = rms_norm(x, params["norm"], cfg.norm_eps)
     return TargetOutput(top=top, taps=jnp.concatenate(taps), new=tuple(new))

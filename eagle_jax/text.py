@@ -15,7 +15,7 @@ import jinja2.sandbox
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
-from eagle_jax.weights import read_gguf
+from eagle_jax.tensorfile import read_gguf
 
 
 class Text(NamedTuple):
