@@ -148,7 +148,7 @@ def _gguf_tensors(
 ) -> dict[str, Stored]:
     import gguf
 
-    tensors, needed, total = {}, start, start
+    tensors, needed, total = {}, 0, 0
     for name, shape, code, offset in heads:
         try:
             kind = gguf.GGMLQuantizationType(code)
