@@ -179,7 +179,7 @@ def _gguf_tensors(
             f"{path} has {len(data)} bytes, its header asks for {needed}: it was cut "
             f"off; fetch it again"
         )
-    if total > len(data) or len(tensors) < len(heads):
+    if total > max(len(data) - start, 0) or len(tensors) < len(heads):
         raise ValueError(
             f"{path}: tensors overlap or occur twice in its header; fetch it again"
         )

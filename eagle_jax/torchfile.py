@@ -66,15 +66,16 @@ def find(path: str | Path) -> dict[str, Stored]:
                 f"it holds {len(other)} entries that are no tensors: {names}"
             )
         return _stored(path, state, files)
-    except OSError:
-        raise
     except zipfile.BadZipFile as error:
         raise ValueError(
             f"{path} is not a torch zip file ({error}); if it is complete it may be of "
             f"the format before torch 1.6: load and save it again with a newer torch"
         ) from error
     except Exception as error:  # zip files fail in too many ways to list
-        raise ValueError(f"{path} cannot be read as torch weights: {error}") from error
+        if isinstance(error, OSError) and error.filename:
+            raise  # not the file's content
+        reason = error if type(error) is ValueError else repr(error)
+        raise ValueError(f"{path} cannot be read as torch weights: {reason}") from error
 
 
 def _load(archive: zipfile.ZipFile, file_size: int) -> tuple[Any, dict[str, Any]]:
@@ -242,7 +243,7 @@ def _stored(
             with zipfile.ZipFile(path) as archive:
                 return _cut(archive.read(files[claim.storage.key]), claim)
         except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
+            raise ValueError(f"{path} is damaged: {error}; fetch it again") from error
 
     return {
         name: Stored(
