@@ -20,8 +20,8 @@ import jax
 from absl import app, flags, logging
 
 from eagle_jax import config as config_lib
+from eagle_jax import modelconfig, weights
 from eagle_jax import text as text_lib
-from eagle_jax import weights
 from eagle_jax.config import Config, TargetConfig
 from eagle_jax.layers import Params
 from eagle_jax.text import Text
@@ -146,6 +146,8 @@ def load_setup(cfg: Config) -> Setup:
     path = weights.resolve(cfg.target_source)
     target_cfg, params = weights.load_target(path, dtype=cfg.dtype, taps=cfg.taps)
     text = text_lib.load_text(path)
+    if ignored := modelconfig.ignored_settings(path):
+        print(f"target   generation_config.json is ignored: {', '.join(ignored)}")
     return Setup(cfg, target_cfg, params, text, weights.target_hash(path))
 
 

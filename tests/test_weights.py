@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import gguf
 import jax
 import numpy as np
 import pytest
+import tiny
 from safetensors.numpy import save_file
 
-from eagle_jax import target, weights
+from eagle_jax import layers, modelconfig, target, weights
 from eagle_jax.config import RopeScaling, TargetConfig
 from eagle_jax.layers import split
 
@@ -112,21 +114,27 @@ def write_folder(folder, tensors, config, n_shards=1):
     return folder
 
 
-def write_gguf(file, tensors, arch="llama", kind=None, theta=1e4):
+def write_gguf(
+    file, tensors, arch="llama", kind=None, theta=1e4, raw_kind=None, cfg=CFG
+):
+    """Matrices are quantised to `kind`, or are bytes of type `raw_kind` already."""
     writer = gguf.GGUFWriter(file, arch)
     writer.add_context_length(2048)
-    writer.add_block_count(CFG.n_layers)
-    writer.add_embedding_length(CFG.d_model)
-    writer.add_feed_forward_length(CFG.d_mlp)
-    writer.add_head_count(CFG.n_heads)
-    writer.add_head_count_kv(CFG.n_kv_heads)
+    writer.add_block_count(cfg.n_layers)
+    writer.add_embedding_length(cfg.d_model)
+    writer.add_feed_forward_length(cfg.d_mlp)
+    writer.add_head_count(cfg.n_heads)
+    writer.add_head_count_kv(cfg.n_kv_heads)
+    writer.add_key_length(cfg.head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(CFG.head_dim)
+    writer.add_rope_dimension_count(cfg.head_dim)
     writer.add_rope_freq_base(theta)
     writer.add_eos_token_id(2)
     writer.add_token_list(["a", "é", "<|end|>"])
     for name, x in tensors.items():
-        if kind is not None and x.ndim == 2:
+        if raw_kind is not None and x.ndim == 2:
+            writer.add_tensor(name, x, raw_dtype=raw_kind)
+        elif kind is not None and x.ndim == 2:
             writer.add_tensor(name, gguf.quantize(x, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, x)
@@ -204,6 +212,89 @@ def test_quantised_and_bfloat16_loads_match_the_gguf_package(tmp_path, params):
     np.testing.assert_array_equal(got["embed"], expected, strict=True)
     assert cfg.taps == (0, 2) and cfg.dtype == "bfloat16"
     assert {x.dtype for x in jax.tree.leaves(got)} == {expected.dtype}
+
+
+def expands(kind):
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        return gguf.dequantize(np.zeros((1, size), np.uint8), kind).size == block
+    except NotImplementedError:
+        return False
+
+
+EXPANDED = [kind for kind in gguf.GGMLQuantizationType if expands(kind)]
+
+
+def stored_bytes(kind, shape, rng):
+    """Quantised normal numbers where the gguf package can, else random bytes."""
+    try:
+        return gguf.quantize(rng.normal(size=shape).astype(np.float32), kind).view("u1")
+    except NotImplementedError:
+        size = gguf.quant_shape_to_byte_shape(shape, kind)
+        return rng.integers(0, 256, size).astype(np.uint8)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", EXPANDED, ids=lambda kind: kind.name)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of infinities in random bytes
+def test_every_gguf_type_is_expanded_as_the_gguf_package_does(tmp_path, kind, arch):
+    sizes = {"d_model": 256, "d_mlp": 256, "n_layers": 1, "head_dim": 128}
+    sizes |= {"n_heads": 2, "n_kv_heads": 1, "vocab_size": 3, "tied": False}
+    sizes |= {"qkv_bias": arch == "qwen2", "qk_norm": arch == "qwen3", "taps": ()}
+    cfg = dataclasses.replace(CFG, **sizes)
+    shapes = named_tensors(tiny.params(0, cfg)["target"], "gguf")
+    rng, wanted, raw = np.random.default_rng(0), {}, {}
+    for name, x in shapes.items():
+        if x.ndim == 2:
+            raw[name] = stored_bytes(kind, x.shape, rng)
+            wanted[name] = gguf.dequantize(raw[name], kind).astype(np.float32)
+        else:
+            raw[name] = wanted[name] = x
+    file = write_gguf(tmp_path / "tiny.gguf", raw, arch, raw_kind=kind, cfg=cfg)
+    got = named_tensors(weights.load_target(file)[1], "gguf")
+    if arch == "llama":
+        for part, n in (("attn_q", cfg.n_heads), ("attn_k", cfg.n_kv_heads)):
+            name = f"blk.0.{part}.weight"
+            got[name] = interleave(got[name], n)
+    assert got.keys() == wanted.keys()
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(got[name], x, strict=True, err_msg=name)
+
+
+def test_the_expanded_gguf_types_are_all_there():
+    names = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_XS"
+    assert set(names.split()) <= {kind.name for kind in EXPANDED}
+
+
+def test_a_target_is_never_held_twice(tmp_path, monkeypatch):
+    cfg = dataclasses.replace(CFG, d_model=64, d_mlp=512, n_layers=6, taps=())
+    params = tiny.params(0, cfg)["target"]
+    folder = write_folder(
+        tmp_path / "tiny", named_tensors(params, "hf"), hf_config(cfg), 2
+    )
+    one = sum(x.nbytes for x in jax.tree.leaves(params["layers"][0]))
+    total = sum(x.nbytes for x in jax.tree.leaves(params))
+    largest, merge = max(x.nbytes for x in jax.tree.leaves(params)), layers.merge
+    held = []
+
+    def live():
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    def watched(block):
+        merged = merge(block)
+        held.append(live() - before)
+        return merged
+
+    monkeypatch.setattr(layers, "merge", watched)
+    before = live()
+    tracemalloc.start()
+    try:
+        weights.load_target(folder)
+        host = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(held) == 6 and max(held) <= total + one
+    assert host < 4 * largest + (1 << 18)  # tensors in NumPy, and Python's own objects
 
 
 def test_bfloat16_safetensors_are_widened(tmp_path, tensors):
@@ -382,6 +473,10 @@ def test_eos_ids_come_from_the_generation_config(tmp_path, tensors):
     folder = write_folder(tmp_path / "tiny", tensors, hf_config())
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2, 7]}')
     assert weights.load_target(folder)[0].eos_ids == (7, 2)
+    assert modelconfig.ignored_settings(folder) == []
+    asked = {"eos_token_id": 7, "do_sample": True, "top_p": 0.9, "top_k": None}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    assert modelconfig.ignored_settings(folder) == ["do_sample=True", "top_p=0.9"]
 
 
 def test_target_hash_names_the_bytes_of_all_weight_files(tmp_path, tensors):
