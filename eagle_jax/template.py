@@ -7,6 +7,7 @@ of a millisecond more than in this process.
 """
 
 import atexit
+import contextlib
 import datetime
 import functools
 import json
@@ -80,8 +81,8 @@ def _stop() -> None:
 
 
 def _serve() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other process
     for line in sys.stdin:
         seconds, template, variables = json.loads(line)

@@ -8,6 +8,7 @@ with text keys only, so there is nothing to run, and nothing much larger than th
 allocated.
 """
 
+import functools
 import math
 import pickletools
 import zipfile
@@ -53,8 +54,8 @@ def find(path: str | Path) -> dict[str, Stored]:
     """
     path = Path(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            state, files = _load(archive, path.stat().st_size)
+        archive = zipfile.ZipFile(path)  # stays open for the reads to come
+        state, files = _load(archive, path.stat().st_size)
         if not isinstance(state, dict):
             raise ValueError(
                 f"it holds a {type(state).__name__}, not a dict of tensors"
@@ -65,7 +66,7 @@ def find(path: str | Path) -> dict[str, Stored]:
             raise ValueError(
                 f"it holds {len(other)} entries that are no tensors: {names}"
             )
-        return _stored(path, state, files)
+        return _stored(archive, path, state, files)
     except zipfile.BadZipFile as error:
         raise ValueError(
             f"{path} is not a torch zip file ({error}); if it is complete it may be of "
@@ -227,21 +228,31 @@ def _claimed(pid: Any) -> _Storage:
 
 
 def _stored(
-    path: Path, state: dict[str, _Tensor], files: dict[str, zipfile.ZipInfo]
+    archive: zipfile.ZipFile,
+    path: Path,
+    state: dict[str, _Tensor],
+    files: dict[str, zipfile.ZipInfo],
 ) -> dict[str, Stored]:
-    total = 0
+    total, cost, last = 0, 0, None
     for name, claim in state.items():
         _check(name, claim, files)
         total += math.prod(claim.shape) * _STORAGES[claim.storage.kind].itemsize
+        cost += files[claim.storage.key].file_size if claim.storage.key != last else 0
+        last = claim.storage.key
     # Tensors may share a storage, as a tied head does. A thousand views of one make more
-    # numbers than the file holds.
-    if total > 4 * path.stat().st_size:
-        raise ValueError(f"its tensors have {total} bytes, far more than the file")
+    # numbers than the file holds, or are read for ever.
+    if max(total, cost) > 4 * path.stat().st_size:
+        raise ValueError(
+            f"its tensors have {max(total, cost)} bytes, far more than the file"
+        )
+
+    @functools.lru_cache(maxsize=1)  # views of one storage follow each other
+    def storage(key: str) -> bytes:
+        return archive.read(files[key])
 
     def reader(claim: _Tensor) -> np.ndarray:
         try:
-            with zipfile.ZipFile(path) as archive:
-                return _cut(archive.read(files[claim.storage.key]), claim)
+            return _cut(storage(claim.storage.key), claim)
         except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
             raise ValueError(f"{path} is damaged: {error}; fetch it again") from error
 

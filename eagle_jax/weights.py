@@ -71,6 +71,7 @@ EXPERTS = {
     "w_down": ("block_sparse_moe.experts.{}.w2.weight", "", "D F"),
 }
 EXPERT_AXIS = {"w_gate": 0, "w_up": 0, "w_down": 1}
+MOST_FAULTS = 100  # named in one message
 # Tables that follow from the config; old checkpoints store them all the same.
 DERIVED = re.compile(r"rotary_emb\.inv_freq$|attn_rot_embd|^rope_freqs\.weight$")
 
@@ -345,6 +346,8 @@ def _check_tensors(
             faults.append(f"{name} has shape {stored.shape}, not {wanted[name]}")
         elif not stored.is_float:
             faults.append(f"{name} holds no floats")
+    if len(faults) > MOST_FAULTS:
+        faults[MOST_FAULTS:] = [f"and {len(faults) - MOST_FAULTS} more"]
     if faults:
         raise ValueError(
             f"tensors of {path} do not fit its config: {'; '.join(faults)}"

@@ -225,6 +225,12 @@ def test_many_views_of_one_storage_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.bin", state, {"0": bytes(4 << 16)})
     with pytest.raises(ValueError, match="far more than the file"):
         torchfile.read(path)
+    # Small views that make every read fetch another storage again.
+    stores = [Storage("FloatStorage", str(i), 1 << 16) for i in range(2)]
+    state = {str(i): tensor(stores[i % 2], i, (1,), (1,)) for i in range(40)}
+    data = {"0": bytes(4 << 16), "1": bytes(4 << 16)}
+    with pytest.raises(ValueError, match="far more than the file"):
+        torchfile.read(write(tmp_path / "a.bin", state, data))
     path = write(tmp_path / "a.bin", {"a": turned, "b": turned}, {"0": bytes(4 << 16)})
     assert torchfile.read(path).keys() == {"a", "b"}
 
