@@ -270,7 +270,7 @@ def test_a_target_is_never_held_twice(tmp_path, monkeypatch):
     cfg = dataclasses.replace(CFG, d_model=64, d_mlp=512, n_layers=6, taps=())
     params = tiny.params(0, cfg)["target"]
     folder = write_folder(
-        tmp_path / "tiny", named_tensors(params, "hf"), hf_config(cfg), 2
+        tmp_path / "tiny", named_tensors(params, "hf"), hf_config(cfg, head_dim=8), 2
     )
     one = sum(x.nbytes for x in jax.tree.leaves(params["layers"][0]))
     total = sum(x.nbytes for x in jax.tree.leaves(params))
