@@ -79,8 +79,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Of sums in another order, largest of 14,400 numbers, over their root mean square. A
-# base of 9,999 instead of 10,000 or a norm epsilon of 1e-5 for 1e-6 makes more.
+# Of sums in another order: the largest of 14,400 numbers, over their root mean square.
+# 3.6e-5 was the largest of all families.
 FLOAT32_NOISE = 6e-5
 IDS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 150).tolist()
 
