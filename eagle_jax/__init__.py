@@ -3,7 +3,8 @@
 Read the files in import order:
 
     config -> layers -> cache -> target -> tree -> draft -> verify -> decode
-           -> train, metrics -> checkpoint, weights, text, data -> experiments
+           -> train, metrics -> checkpoint -> jsonfile, tensorfile, torchfile
+           -> modelconfig, weights, heads -> template, text, data -> experiments
 
 Dimension letters, used in annotations and einsum strings everywhere:
 

@@ -54,6 +54,9 @@ class TargetConfig:
     tied: bool = False  # the output head is the embedding
     qkv_bias: bool = False
     qk_norm: bool = False
+    sliding_window: int = 0  # tokens a layer looks back on, itself included; 0: all
+    n_experts: int = 0  # a mixture of experts (Mixtral) where it is not 0
+    n_experts_used: int = 0
     eos_ids: tuple[int, ...] = ()
     n_tokens: int = 0
     taps: tuple[int, ...] = ()
@@ -62,6 +65,7 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         _require_divides(self, "n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads)
+        _require_divides(self, "head_dim", self.head_dim, "a channel pair", 2)
         if not self.taps:
             object.__setattr__(self, "taps", default_taps(self.n_layers))
         bad = [i for i in self.taps if not 0 <= i < self.n_layers]
@@ -131,6 +135,7 @@ class DraftConfig:
         if self.head in ("none", "lookup"):
             return
         _require_divides(self, "n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads)
+        _require_divides(self, "head_dim", self.head_dim, "a channel pair", 2)
         if self.fc_norm and self.norm_before_fc:
             raise ValueError(
                 "fc_norm and norm_before_fc exclude each other (as in speculators); set one"

@@ -14,16 +14,17 @@ Every row of a file is kept, or skipped under a named reason that the `Report` c
 import collections
 import gzip
 import itertools
-import json
 import os
 import pathlib
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
+from eagle_jax import jsonfile
 from eagle_jax import text as text_lib
 
 Path = str | os.PathLike
@@ -165,12 +166,10 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     name = str(path).removesuffix(".gz")
     if not name.endswith((".json", ".jsonl")):
         raise ValueError(f"expected .json, .jsonl, .json.gz or .jsonl.gz, got {path}")
-    content = pathlib.Path(path).read_bytes()
     try:
-        if str(path).endswith(".gz"):
-            content = gzip.decompress(content)
+        content = _unpacked(path) if str(path).endswith(".gz") else _read_bytes(path)
         string = content.decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if name.endswith(".jsonl"):
         # Not splitlines(): it also splits at U+2028, which JSON strings may hold.
@@ -178,19 +177,35 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 yield f"{path}:{number}", _parsed(line)
         return
-    try:
-        rows = json.loads(string)
-    except ValueError as error:
-        raise ValueError(f"{path}: malformed JSON: {error}") from error
+    rows = _parsed(string)
+    if isinstance(rows, ValueError):
+        raise ValueError(f"{path}: malformed JSON: {rows}") from rows
     if not isinstance(rows, list):
         raise ValueError(f"{path} must hold one JSON list; name JSON lines .jsonl")
     for number, row in enumerate(rows, 1):
         yield f"{path}:{number}", row
 
 
+def _read_bytes(path: Path) -> bytes:
+    return pathlib.Path(path).read_bytes()
+
+
+def _unpacked(path: Path) -> bytes:
+    """Reads a .gz file; texts shrink to a tenth, and a bomb to a thousandth."""
+    limit = max(64 << 20, 100 * os.path.getsize(path))
+    with gzip.open(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(
+            f"{path} unpacks to more than {limit} bytes, which no text does; unpack it "
+            f"by hand if it is meant so"
+        )
+    return content
+
+
 def _parsed(line: str) -> Any:
     try:
-        return json.loads(line)
+        return jsonfile.parse(line)
     except ValueError as error:
         return error
 
@@ -239,7 +254,7 @@ def _message(turn: Any) -> Message:
     if role in TOOL_ROLES or turn.get("tool_calls"):
         raise _SkipRow("tool calls are not supported")
     if not isinstance(role, str) or role not in ROLES:
-        raise _SkipRow(f"unknown role {role!r}")
+        raise _SkipRow(f"unknown role {role!r:.40}")
     if not isinstance(content, str):
         raise _SkipRow("content is not text")
     if content.encode(errors="replace").decode() != content:
@@ -598,4 +613,7 @@ def _question(row: Any, where: str) -> Question:
     is_text = isinstance(turns, list) and all(isinstance(t, str) and t for t in turns)
     if not turns or not is_text:
         raise ValueError(f"{where}: turns must be a list of texts, got {turns!r:.80}")
-    return Question(row["question_id"], str(row.get("category", "")), turns)
+    name = row["question_id"]
+    if type(name) not in (int, str):
+        raise ValueError(f"{where}: question_id must be a number, got {name!r:.80}")
+    return Question(name, str(row.get("category", "")), turns)

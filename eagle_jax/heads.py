@@ -23,7 +23,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from eagle_jax import draft, layers, torchfile
+from eagle_jax import draft, jsonfile, layers, tensorfile, torchfile
 from eagle_jax.config import DraftConfig, RopeScaling, TargetConfig
 from eagle_jax.layers import Params
 
@@ -33,6 +33,7 @@ LAYOUTS |= {"own": "own"}  # for variants that none of the others can express
 READERS = ("official", "sglang", "sglang-jax", "vllm", "speculators", "tpu-inference")
 FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+MOST_TAPS = 64
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 # Published name: ours, and sizes. "HC X" has H*C rows in files and is [H, C, X] here.
@@ -133,7 +134,7 @@ def load_head(
             taps = None
         elif taps is None:
             taps = _taps(f)
-    except (ValueError, TypeError) as error:  # TypeError: a number that is none
+    except (ValueError, TypeError, OverflowError) as error:  # numbers that are none
         raise ValueError(f"{file}: {error}") from error
     table = _table(cfg, layout, sizes["E"] // sizes["T"])
     if "embed_tokens.weight" in tensors or sizes["D"] != sizes["T"]:
@@ -142,7 +143,10 @@ def load_head(
     ids = None
     if cfg.head == "eagle3":
         f.faults.extend(_check_taps(taps, sizes["E"] // sizes["T"], target))
-        ids = _draft_to_target(f, sizes["U"], sizes["V"])
+        # A vocabulary that only config.json claims could be of any size.
+        lm_head = f.tensors.get("lm_head.weight")
+        if lm_head is not None and lm_head.shape == (sizes["U"], sizes["D"]):
+            ids = _draft_to_target(f, sizes["U"], sizes["V"])
     if f.faults:
         kind = f"{cfg.head} head ({layout} layout)"
         raise ValueError("\n  ".join([f"{file}: {kind} cannot be loaded", *f.faults]))
@@ -159,7 +163,7 @@ def load_head(
         cfg, params = _without_padding(cfg, params, target.vocab_size)
         notes.append(f"rows beyond vocab_size={target.vocab_size} are padding, dropped")
     listing = {name: (str(t.dtype), t.shape) for name, t in tensors.items()}
-    meta = config.get("eagle_jax", {})
+    meta = config.get("eagle_jax") or {}
     return Head(cfg, params, taps, notes, meta, layout, listing, config)
 
 
@@ -260,13 +264,11 @@ def _open(path: Path) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"{path} does not exist")
     file = path.parent / "config.json"
     try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        config = jsonfile.read_object(file)
+    except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     parts = ("eagle_jax", "eagle_config", "transformer_layer_config")
-    if not isinstance(config, dict) or not all(
-        isinstance(config.get(part) or {}, dict) for part in parts
-    ):
+    if not all(isinstance(config.get(part) or {}, dict) for part in parts):
         raise ValueError(f"{file} is not the config of a head")
     return path, config
 
@@ -274,10 +276,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any]]:
 def _read(file: Path) -> dict[str, np.ndarray]:
     if file.suffix != ".safetensors":
         return torchfile.read(file)
-    try:
-        return safetensors.numpy.load_file(file)
-    except (safetensors.SafetensorError, KeyError) as error:
-        raise ValueError(f"damaged, or not a safetensors file: {error}") from error
+    return {name: s.read() for name, s in tensorfile.read_safetensors(file).items()}
 
 
 def _rename(raw: dict[str, np.ndarray], notes: list[str]) -> dict[str, np.ndarray]:
@@ -323,8 +322,10 @@ def _config(f: _File, dtype: str) -> tuple[DraftConfig, dict[str, int]]:
 
     def size(key: str, *otherwise: int | None) -> int:
         value = next((v for v in (flat.get(key), *otherwise) if v is not None), None)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"config.json needs an integer {key} >= 1, got {value!r}")
+        if type(value) is not int or not 1 <= value < 1 << 31:
+            raise ValueError(
+                f"config.json needs an integer {key} >= 1, got {value!r:.40}"
+            )
         return value
 
     def switch(key: str, present: bool, default: bool = False) -> bool:
@@ -346,6 +347,8 @@ def _config(f: _File, dtype: str) -> tuple[DraftConfig, dict[str, int]]:
         f.faults.append(f"made for a target of width {wanted}, this one has {T}")
     elif E % T:
         f.faults.append(f"fc.weight is {E} wide, no multiple of the target's width {T}")
+    elif E // T > MOST_TAPS:
+        raise ValueError(f"fc.weight is {E} wide, {E // T} times the target's width")
     # Models of one family pad their vocabulary differently; others differ by more.
     if target and abs(V - target.vocab_size) > target.vocab_size // 16:
         f.faults.append(f"made for vocab_size={V}, the target's is {target.vocab_size}")

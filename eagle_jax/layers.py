@@ -150,7 +150,8 @@ def merge(block: Params) -> Params:
 
     Args:
       block: `wq` [H, C, X], `wk`, `wv` [K, C, X], `w_gate`, `w_up` [F, D], as published,
-        maybe `bq`, `bk`, `bv` [., C], and whatever else, which is kept.
+        maybe `bq`, `bk`, `bv` [., C], and whatever else, which is kept. A mixture of
+        experts has their number before F.
 
     Returns:
       `wqkv` [K, G+2, C, X], maybe `bqkv` [K, G+2, C], `w_gate_up` [2, F, D], and the rest.
@@ -208,10 +209,32 @@ def _channel_norm(
     return jax.vmap(lambda head: rms_norm(head, scale, eps))(x)
 
 
-def mlp(params: Params, x: Float[Array, "D B T"]) -> Float[Array, "D B T"]:
-    """Gated feed-forward: down(silu(gate) * up)."""
+def mlp(
+    params: Params, x: Float[Array, "D B T"], n_used: int = 0
+) -> Float[Array, "D B T"]:
+    """Gated feed-forward: down(silu(gate) * up).
+
+    A mixture of experts is the same with one more axis, every expert's hidden channels
+    times its share. All experts run for all tokens: the nodes of a tree read nearly all
+    experts' weights anyway, and those are what a step waits for.
+    """
     joined = linear(params["w_gate_up"], x)
-    return linear(params["w_down"], jax.nn.silu(joined[0]) * joined[1])
+    hidden = jax.nn.silu(joined[0]) * joined[1]
+    if n_used:
+        shares = expert_shares(linear(params["router"], x), n_used)
+        hidden = hidden * shares.astype(x.dtype)[:, None]
+    return linear(params["w_down"], hidden)
+
+
+def expert_shares(scores: Float[Array, "X B T"], n_used: int) -> Float[Array, "X B T"]:
+    """Softmax over the `n_used` best experts of each token, 0 for the others.
+
+    Equal scores go to the lower expert (Mixtral of Experts, arXiv:2401.04088 §2.1).
+    """
+    best, which = jax.lax.top_k(jnp.moveaxis(scores.astype(jnp.float32), 0, -1), n_used)
+    shares = jax.nn.softmax(best, axis=-1)[..., None]
+    chosen = jax.nn.one_hot(which, scores.shape[0]) * shares
+    return jnp.moveaxis(chosen.sum(axis=-2), -1, 0)
 
 
 def attend_and_mlp(
@@ -221,10 +244,11 @@ def attend_and_mlp(
     segments: tuple[Segment, ...],
     eps: float,
     own: tuple[KV, ...] = (),
+    n_experts_used: int = 0,
 ) -> Float[Array, "D B T"]:
     """Second half of a block: attention onto the residual, then the feed-forward."""
     with jax.named_scope("attention"):
         mixed = attention(q, segments, own)
         x = residual + linear(params["wo"], mixed)
     with jax.named_scope("mlp"):
-        return x + mlp(params, rms_norm(x, params["mlp_norm"], eps))
+        return x + mlp(params, rms_norm(x, params["mlp_norm"], eps), n_experts_used)

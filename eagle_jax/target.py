@@ -53,6 +53,7 @@ def init(key: Array, cfg: TargetConfig) -> Params:
 
     D, F, H = cfg.d_model, cfg.d_mlp, cfg.n_heads
     K, C = cfg.n_kv_heads, cfg.head_dim
+    X = (cfg.n_experts,) if cfg.n_experts else ()
     ones = jnp.ones(D, cfg.dtype)
 
     def layer(key: Array) -> Params:
@@ -64,10 +65,12 @@ def init(key: Array, cfg: TargetConfig) -> Params:
             "wv": normal(keys[2], K, C, D),
             "wo": normal(keys[3], D, H * C).reshape(D, H, C),
             "mlp_norm": ones,
-            "w_gate": normal(keys[4], F, D),
-            "w_up": normal(keys[5], F, D),
-            "w_down": normal(keys[6], D, F),
+            "w_gate": normal(keys[4], *X, F, D),
+            "w_up": normal(keys[5], *X, F, D),
+            "w_down": normal(keys[6], D, *X, F),
         }
+        if cfg.n_experts:
+            own["router"] = normal(jax.random.fold_in(key, 10), *X, D)
         if cfg.qkv_bias:
             own |= {
                 "bq": normal(keys[7], H, C),
@@ -112,11 +115,17 @@ def forward(
     Args:
       positions: rotary position of each token.
       mask: which of the T tokens each of them may look at (causal, packed or tree-shaped);
-        committed cache slots are always visible. A cache without slots is skipped.
+        committed cache slots are always visible. A cache without slots is skipped. A
+        sliding window hides what lies further back, in both.
     """
     speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     x = embed(params, tokens)
     past = cache_lib.committed(cache, tokens.shape[1])
+    if cfg.sliding_window:  # a committed token stands in the slot of its position
+        slots = jnp.arange(cache.n_slots)[None, None]
+        past = past & (positions[..., None] - slots < cfg.sliding_window)
+        steps = positions[:, :, None] - positions[:, None, :]
+        mask = mask & (steps < cfg.sliding_window)
 
     def block(x: Array, layer: Params, *committed: Array) -> tuple[Array, KV]:
         with jax.named_scope("qkv"):
@@ -125,7 +134,10 @@ def forward(
         segments = (Segment(kv.k, kv.v, mask),)
         if committed:
             segments = (Segment(*committed, past), *segments)
-        return attend_and_mlp(layer, x, q, segments, cfg.norm_eps), kv
+        x = attend_and_mlp(
+            layer, x, q, segments, cfg.norm_eps, n_experts_used=cfg.n_experts_used
+        )
+        return x, kv
 
     caches = (cache.k, cache.v) if cache.n_slots else ()
     if cfg.stacked:

@@ -3,19 +3,18 @@
 A template writes its own special tokens, the first one included, so `encode` adds none.
 """
 
-import datetime
-import functools
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import jinja2
-import jinja2.sandbox
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
-from eagle_jax.weights import read_gguf
+from eagle_jax import jsonfile
+from eagle_jax import template as template_lib
+from eagle_jax.tensorfile import read_gguf
+
+T = TypeVar("T")
 
 
 class Text(NamedTuple):
@@ -50,49 +49,32 @@ def render(
     """
     if not text.template:
         raise ValueError("this target has no chat template; give plain text instead")
-    try:
-        return _compile(text.template).render(
-            messages=messages,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=text.bos,
-            eos_token=text.eos,
-            tools=None,
-            documents=None,
-        )
-    except jinja2.TemplateError as err:
-        raise ValueError(f"the chat template refuses these messages: {err}") from err
+    variables = {
+        "messages": messages,
+        "add_generation_prompt": add_generation_prompt,
+        "bos_token": text.bos,
+        "eos_token": text.eos,
+        "tools": None,
+        "documents": None,
+    }
+    return template_lib.render(text.template, variables)
 
 
 def encode(text: Text, string: str) -> list[int]:
-    """Returns token ids; special tokens in `string` are recognised, none are added."""
-    return text.tokenizer.encode(string, add_special_tokens=False).ids
+    """Returns token ids; special tokens in `string` are recognised, none are added.
+
+    Raises:
+      ValueError: the tokenizer cannot encode this.
+    """
+    return _guarded(
+        "the tokenizer cannot encode this text",
+        lambda: text.tokenizer.encode(string, add_special_tokens=False).ids,
+    )
 
 
 def decode(text: Text, ids: Sequence[int], skip_special: bool = True) -> str:
     """Returns the text of `ids`, without special tokens unless asked for."""
     return text.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
-
-
-@functools.cache
-def _compile(template: str) -> jinja2.Template:
-    # The environment that published templates are written for (transformers
-    # chat_template_utils.py); sandboxed, since a template is downloaded code.
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    env.filters["tojson"] = _to_json
-    env.globals["raise_exception"] = _raise
-    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return env.from_string(template)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # jinja2's own filter escapes HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _from_folder(path: Path) -> Text:
@@ -101,31 +83,49 @@ def _from_folder(path: Path) -> Text:
         raise ValueError(
             f"{path} has no tokenizer.json; save the tokenizer in its fast form there"
         )
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as err:  # tokenizers raises plain Exception
-        raise ValueError(f"{file} is damaged or too new ({err})") from err
+    tokenizer = _guarded(
+        f"{file} is damaged or too new", lambda: Tokenizer.from_file(str(file))
+    )
     # Training leftovers in some files; they would cut or pad prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = path / "tokenizer_config.json"
-    try:
-        c = json.loads(config.read_text("utf-8")) if config.is_file() else {}
-    except ValueError as err:
-        raise ValueError(f"{config} is not whole JSON ({err})") from err
+    c = jsonfile.read_object(config) if config.is_file() else {}
     jinja = path / "chat_template.jinja"
-    template = c.get("chat_template") or ""
+    template = c.get("chat_template")
     if jinja.is_file():
-        template = jinja.read_text("utf-8")
+        try:
+            template = jinja.read_text("utf-8")
+        except UnicodeDecodeError as err:
+            raise ValueError(f"{jinja} is no text ({err}); fetch it again") from err
     elif isinstance(template, list):  # several named ones
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default", "")
-    bos, eos = (_content(c.get(key)) for key in ("bos_token", "eos_token"))
-    return Text(tokenizer, template, bos, eos)
+        named = [t for t in template if isinstance(t, dict)]
+        template = next((t.get("template") for t in named if _is_default(t)), None)
+    found = (template, _content(c.get("bos_token")), _content(c.get("eos_token")))
+    if not all(isinstance(x, str | None) for x in found):
+        raise ValueError(
+            f"{config}: chat_template, bos_token and eos_token must be texts; "
+            f"fetch it again"
+        )
+    return Text(tokenizer, *(x or "" for x in found))
 
 
-def _content(token: str | dict[str, Any] | None) -> str:
-    return token["content"] if isinstance(token, dict) else token or ""
+def _is_default(template: dict[str, Any]) -> bool:
+    return template.get("name") == "default"
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _guarded(fault: str, call: Callable[[], T]) -> T:
+    """Calls the tokenizers library, whose errors are plain or no Exceptions at all."""
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as err:  # a panic of its Rust code is a BaseException
+        raise ValueError(f"{fault} ({err})") from err
 
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -154,6 +154,13 @@ def _splitter(pre: str) -> PreTokenizer | None:
 def _from_gguf(path: Path) -> Text:
     fields = read_gguf(path).fields
     f = {k.removeprefix("tokenizer.ggml."): v for k, v in fields.items()}
+    return _guarded(
+        f"{path}: its tokenizer is damaged or not supported",
+        lambda: _from_fields(path, f, fields.get("tokenizer.chat_template", "")),
+    )
+
+
+def _from_fields(path: Path, f: dict[str, Any], template: str) -> Text:
     kind, pre = f.get("model"), f.get("pre", "default")
     splitter = _splitter(pre)
     if kind != "gpt2" or splitter is None or "merges" not in f:
@@ -186,7 +193,7 @@ def _from_gguf(path: Path) -> Text:
     bos, eos = (f.get(f"{end}_token_id") for end in ("bos", "eos"))
     return Text(
         tokenizer,
-        fields.get("tokenizer.chat_template", ""),
+        template,
         "" if bos is None else tokens[bos],
         "" if eos is None else tokens[eos],
     )

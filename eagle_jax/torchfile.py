@@ -1,16 +1,15 @@
 """Reads `pytorch_model.bin` files without torch and without running what is in them.
 
 Such a file is a zip: `<name>/data.pkl` describes the tensors, `<name>/data/<key>` holds
-the bytes of each storage. The pickle may name three kinds of things (`OrderedDict`,
-torch's tensor builder, storage types); any other name, and any pickle operation that a
-weights file does not need, is refused before it has an effect. Nothing larger than the
-file is allocated.
+the bytes of each storage. The pickle is not unpickled but read by a small machine that
+knows the operations of a state dict and three kinds of names (`OrderedDict`, torch's
+tensor builder, storage types); anything else is refused. It builds tuples and dicts
+with text keys only, so there is nothing to run, and nothing much larger than the file is
+allocated.
 """
 
-import collections
-import io
+import functools
 import math
-import pickle
 import pickletools
 import zipfile
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from eagle_jax.tensorfile import Stored
 
 _STORAGES = {
     "FloatStorage": np.dtype(np.float32),
@@ -31,51 +32,55 @@ _STORAGES = {
     "ByteStorage": np.dtype(np.uint8),
     "BoolStorage": np.dtype(np.bool_),
 }
-_OPERATIONS = frozenset(
-    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
-    "BINUNICODE SHORT_BINUNICODE EMPTY_DICT EMPTY_LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 "
-    "TUPLE3 APPEND APPENDS SETITEM SETITEMS BINPUT LONG_BINPUT MEMOIZE BINGET GLOBAL "
-    "LONG_BINGET STACK_GLOBAL BINPERSID REDUCE BUILD".split()
-)
-_MAX_PICKLE = 64 << 20  # names and shapes of a million tensors; weights lie outside
+_MAX_PICKLE = 16 << 20  # names and shapes of 200,000 tensors; weights lie outside
 
 
 def read(path: str | Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a state dict saved by `torch.save` (torch 1.6 or later).
 
-    bfloat16 comes as `ml_dtypes.bfloat16`. Arrays may be read-only and share memory.
+    bfloat16 comes as `ml_dtypes.bfloat16`. Arrays may be read-only.
 
     Raises:
       ValueError: not such a file, cut off, damaged, or asking for anything but tensors.
     """
+    return {name: stored.read() for name, stored in find(path).items()}
+
+
+def find(path: str | Path) -> dict[str, Stored]:
+    """Finds the tensors of such a file; their bytes are read, and checked, one by one.
+
+    Raises:
+      ValueError: as `read`; damaged bytes of a tensor when it is read.
+    """
     path = Path(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            state = _load(archive, path.stat().st_size)
-    except (OSError, MemoryError):
-        raise
+        archive = zipfile.ZipFile(path)  # stays open for the reads to come
+        state, files = _load(archive, path.stat().st_size)
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"it holds a {type(state).__name__}, not a dict of tensors"
+            )
+        other = [name for name, value in state.items() if type(value) is not _Tensor]
+        if other:
+            names = ", ".join(sorted(name[:60] for name in other[:8]))
+            raise ValueError(
+                f"it holds {len(other)} entries that are no tensors: {names}"
+            )
+        return _stored(archive, path, state, files)
     except zipfile.BadZipFile as error:
         raise ValueError(
             f"{path} is not a torch zip file ({error}); if it is complete it may be of "
             f"the format before torch 1.6: load and save it again with a newer torch"
         ) from error
-    except Exception as error:  # pickle and zip fail in too many ways to list
-        raise ValueError(f"{path} cannot be read as torch weights: {error}") from error
-    if not isinstance(state, dict):
-        raise ValueError(
-            f"{path} holds a {type(state).__name__}, not a dict of tensors"
-        )
-    other = [k for k, v in state.items() if not isinstance(v, np.ndarray)]
-    other += [k for k in state if not isinstance(k, str)]
-    if other:
-        names = ", ".join(sorted(str(k)[:60] for k in other[:8]))
-        raise ValueError(
-            f"{path} holds {len(other)} entries that are no tensors: {names}"
-        )
-    return dict(state)
+    except Exception as error:  # zip files fail in too many ways to list
+        if isinstance(error, OSError) and error.filename:
+            raise  # not the file's content
+        reason = error if type(error) is ValueError else repr(error)
+        raise ValueError(f"{path} cannot be read as torch weights: {reason}") from error
 
 
-def _load(archive: zipfile.ZipFile, file_size: int) -> Any:
+def _load(archive: zipfile.ZipFile, file_size: int) -> tuple[Any, dict[str, Any]]:
+    """Returns what the pickle says, and the zip's entry of each storage key."""
     entries = {info.filename: info for info in archive.infolist()}
     # Entries of a hostile zip may be packed or overlap: more bytes than the file has.
     if any(info.compress_type != zipfile.ZIP_STORED for info in entries.values()):
@@ -90,50 +95,25 @@ def _load(archive: zipfile.ZipFile, file_size: int) -> Any:
         raise ValueError("big-endian data; save it again on a little-endian machine")
     if entries[pickles[0]].file_size > _MAX_PICKLE:
         raise ValueError(f"data.pkl has {entries[pickles[0]].file_size} bytes")
-    data = archive.read(pickles[0])
-    _check_operations(data)
-    state = _Unpickler(io.BytesIO(data)).load()
-    storages: dict[str, np.ndarray] = {}
-
-    def storage(claim: Any) -> np.ndarray:
-        if type(claim) is not _Storage or not isinstance(claim.key, str):
-            raise ValueError("a tensor without a storage")
-        dtype, info = _STORAGES[claim.kind], entries.get(f"{root}data/{claim.key}")
-        if info is None:
-            raise ValueError(f"storage {claim.key!r} is missing")
-        if not _is_size(claim.count) or info.file_size != claim.count * dtype.itemsize:
-            raise ValueError(
-                f"storage {claim.key!r} has {info.file_size} bytes, not the "
-                f"{claim.count} numbers of type {dtype} that the pickle claims"
-            )
-        if claim.key not in storages:
-            storages[claim.key] = np.frombuffer(archive.read(info), np.uint8)
-        raw = storages[claim.key]
-        return raw != 0 if dtype == np.bool_ else raw.view(dtype)
-
-    if not isinstance(state, dict):
-        return state
-    return {
-        name: _cut(storage(value.storage), value) if type(value) is _Tensor else value
-        for name, value in state.items()
-    }
+    state = _unpickle(archive.read(pickles[0]))
+    folder = root + "data/"
+    files = {n.removeprefix(folder): e for n, e in entries.items() if folder in n}
+    return state, files
 
 
-def _check_operations(data: bytes) -> None:
-    for operation, argument, _ in pickletools.genops(data):
-        if operation.name not in _OPERATIONS:
-            raise ValueError(f"pickle operation {operation.name} is not allowed")
-        # The C unpickler makes room for the largest memo index it meets.
-        if operation.name == "LONG_BINPUT" and argument > len(data):  # type: ignore
-            raise ValueError(f"pickle memo index {argument} is out of range")
+class _Mark(NamedTuple):
+    """The place on the stack where the items of a tuple or dict begin."""
 
 
-# What the unpickler builds: tuples, because a pickle can call `__setstate__` of arrays
-# and dtypes, or set attributes of classes, but can do nothing to a tuple.
+class _Name(NamedTuple):
+    module: str
+    name: str
+
+
 class _Storage(NamedTuple):
     kind: str
-    key: Any
-    count: Any
+    key: str
+    count: int
 
 
 class _Tensor(NamedTuple):
@@ -143,41 +123,184 @@ class _Tensor(NamedTuple):
     strides: Any
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            # A new function each time, so that setting its attributes has no effect.
-            return lambda *arguments: _Tensor(*arguments[:4])
-        if module == "torch" and name in _STORAGES:
-            return name
-        raise ValueError(f"it names {module}.{name}, which weights do not need")
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
-            raise ValueError("unknown kind of storage")
-        if pid[1] not in _STORAGES:
-            raise ValueError("unknown type of storage")
-        return _Storage(pid[1], pid[2], pid[4])
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_MAKERS = {"EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "MARK": _Mark}
+_LITERALS = frozenset(
+    "BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE".split()
+)
+_SIZED_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def _cut(storage: np.ndarray, claim: _Tensor) -> np.ndarray:
-    """Cuts a tensor out of its storage; offset and strides count numbers, not bytes."""
-    _, offset, shape, strides = claim
-    if not (isinstance(shape, tuple) and isinstance(strides, tuple)):
-        raise ValueError("a tensor without shape or strides")
+def _unpickle(data: bytes) -> Any:
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+
+    def pop_to_mark() -> list[Any]:
+        at = len(stack) - 1
+        while type(stack[at]) is not _Mark:
+            at -= 1
+        items = stack[at + 1 :]
+        del stack[at:]
+        return items
+
+    def set_items(items: list[Any]) -> None:
+        keys, values = items[::2], items[1::2]
+        if not all(type(key) is str for key in keys):
+            raise ValueError("entries that are no tensors: their names are no text")
+        stack[-1].update(zip(keys, values, strict=True))
+
+    n_made = 0
+    for operation, argument, _ in pickletools.genops(data):
+        name = operation.name
+        n_made += name in _MAKERS or name.startswith("TUPLE") or name == "REDUCE"
+        # One byte can make an object of 64; torch needs six or more for each.
+        if n_made > len(data) // 6 + 100:
+            raise ValueError("a pickle of nothing but containers")
+        if name in _LITERALS:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _MAKERS:
+            stack.append(_MAKERS[name]())
+        elif name in _SIZED_TUPLES:
+            n = _SIZED_TUPLES[name]
+            stack[-n:] = [tuple(stack[-n:])]
+        elif name == "TUPLE":
+            stack.append(tuple(pop_to_mark()))
+        elif name == "SETITEM":
+            items = stack[-2:]
+            del stack[-2:]
+            set_items(items)
+        elif name == "SETITEMS":
+            set_items(pop_to_mark())
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]  # type: ignore[index]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])  # type: ignore[index]
+        elif name == "GLOBAL":
+            stack.append(_checked(*str(argument).split(" ", 1)))
+        elif name == "STACK_GLOBAL":
+            stack[-2:] = [_checked(*stack[-2:])]
+        elif name == "BINPERSID":
+            stack.append(_claimed(stack.pop()))
+        elif name == "REDUCE":
+            arguments = stack.pop()
+            stack.append(_called(stack.pop(), arguments))
+        elif name == "BUILD":
+            stack.pop()  # attributes of an OrderedDict, such as torch's `_metadata`
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise ValueError(f"pickle operation {name} is not allowed")
+    return stack[-1]
+
+
+_DICT = _Name("collections", "OrderedDict")
+_REBUILD = _Name("torch._utils", "_rebuild_tensor_v2")
+
+
+def _checked(module: Any, name: Any) -> _Name:
+    known = (module, name) in (_DICT, _REBUILD)
+    if not known and not (
+        module == "torch" and type(name) is str and name in _STORAGES
+    ):
+        raise ValueError(
+            f"it names {module!s:.60}.{name!s:.60}, which weights do not need"
+        )
+    return _Name(module, name)
+
+
+def _called(function: Any, arguments: Any) -> Any:
+    if function == _DICT and arguments == ():
+        return {}
+    if function == _REBUILD and type(arguments) is tuple and len(arguments) >= 4:
+        return _Tensor(*arguments[:4])
+    raise ValueError("a call that weights do not need")
+
+
+def _claimed(pid: Any) -> _Storage:
+    if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage"):
+        raise ValueError("unknown kind of storage")
+    _, kind, key, _, count = pid
+    if type(kind) is not _Name or type(key) is not str or not _is_size(count):
+        raise ValueError("unknown type of storage")
+    return _Storage(kind.name, key, count)
+
+
+def _stored(
+    archive: zipfile.ZipFile,
+    path: Path,
+    state: dict[str, _Tensor],
+    files: dict[str, zipfile.ZipInfo],
+) -> dict[str, Stored]:
+    total, cost, last = 0, 0, None
+    for name, claim in state.items():
+        _check(name, claim, files)
+        total += math.prod(claim.shape) * _STORAGES[claim.storage.kind].itemsize
+        cost += files[claim.storage.key].file_size if claim.storage.key != last else 0
+        last = claim.storage.key
+    # Tensors may share a storage, as a tied head does. A thousand views of one make more
+    # numbers than the file holds, or are read for ever.
+    if max(total, cost) > 4 * path.stat().st_size:
+        raise ValueError(
+            f"its tensors have {max(total, cost)} bytes, far more than the file"
+        )
+
+    @functools.lru_cache(maxsize=1)  # views of one storage follow each other
+    def storage(key: str) -> bytes:
+        return archive.read(files[key])
+
+    def reader(claim: _Tensor) -> np.ndarray:
+        try:
+            return _cut(storage(claim.storage.key), claim)
+        except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
+            raise ValueError(f"{path} is damaged: {error}; fetch it again") from error
+
+    return {
+        name: Stored(
+            claim.shape,
+            lambda claim=claim: reader(claim),
+            is_float=_STORAGES[claim.storage.kind].kind not in "iub",
+        )
+        for name, claim in state.items()
+    }
+
+
+def _check(name: str, claim: _Tensor, files: dict[str, zipfile.ZipInfo]) -> None:
+    storage, offset, shape, strides = claim
+    if type(storage) is not _Storage:
+        raise ValueError(f"{name:.60} is a tensor without a storage")
+    dtype, info = _STORAGES[storage.kind], files.get(storage.key)
+    if info is None:
+        raise ValueError(f"storage {storage.key!r:.60} is missing")
+    if info.file_size != storage.count * dtype.itemsize:
+        raise ValueError(
+            f"storage {storage.key!r:.60} has {info.file_size} bytes, not the "
+            f"{storage.count} numbers of type {dtype} that the pickle claims"
+        )
+    if type(shape) is not tuple or type(strides) is not tuple:
+        raise ValueError(f"{name:.60} is a tensor without shape or strides")
     if len(shape) != len(strides) or not all(map(_is_size, (offset, *shape, *strides))):
-        raise ValueError("a tensor whose shape, strides and offset do not go together")
-    if 0 in shape:
-        return np.zeros(shape, storage.dtype)
+        raise ValueError(f"shape, strides and offset of {name:.60} do not go together")
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    # The second test refuses stride 0, which makes any size out of one number.
-    if last >= storage.size or math.prod(shape) > storage.size:
-        raise ValueError(f"a tensor of shape {shape} reaches beyond its storage")
-    step = storage.dtype.itemsize
+    # The last test refuses stride 0, which makes any size out of one number.
+    beyond = last >= storage.count or math.prod(shape) > storage.count
+    if 0 not in shape and beyond:
+        raise ValueError(f"{name:.60} of shape {shape} reaches beyond its storage")
+
+
+def _cut(data: bytes, claim: _Tensor) -> np.ndarray:
+    """Cuts a tensor out of its storage; offset and strides count numbers, not bytes."""
+    dtype = _STORAGES[claim.storage.kind]
+    raw = np.frombuffer(data, np.uint8)
+    storage = raw != 0 if dtype == np.bool_ else raw.view(dtype)
+    if 0 in claim.shape:
+        return np.zeros(claim.shape, dtype)
     view = np.lib.stride_tricks.as_strided(
-        storage[offset:], shape, tuple(s * step for s in strides), writeable=False
+        storage[claim.offset :],
+        claim.shape,
+        tuple(s * dtype.itemsize for s in claim.strides),
+        writeable=False,
     )
     return view if view.flags.c_contiguous else view.copy()
 

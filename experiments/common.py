@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 
 from eagle_jax import config as config_lib
-from eagle_jax import sharding, target, weights
+from eagle_jax import modelconfig, sharding, target, weights
 from eagle_jax import text as text_lib
 from eagle_jax.config import Config, TargetConfig
 from eagle_jax.layers import Params
@@ -192,9 +192,8 @@ def _load_target(cfg: Config) -> tuple[TargetConfig, Params, Text, str]:
     target_cfg, params = weights.load_target(path, dtype=cfg.dtype, taps=cfg.taps)
     text = text_lib.load_text(path)
     target_cfg = _complete(target_cfg, text)
-    if ignored := weights.ignored_settings(path):
-        said = ", ".join(f"{key}={value!r}" for key, value in ignored.items())
-        print(f"note     generation_config.json is not applied, the config is: {said}")
+    if ignored := modelconfig.ignored_settings(path):
+        print(f"target   generation_config.json is ignored: {', '.join(ignored)}")
     return target_cfg, params, text, weights.target_hash(path)
 
 

@@ -94,10 +94,22 @@ def mix(layer: dict, residual: Array, x: Array, at: Array, visible: Array, cfg: 
     a = residual + out @ wo.T
     n = rms_norm(a, np.asarray(layer["mlp_norm"]), cfg.norm_eps)
     gate_up = np.asarray(layer["w_gate_up"], np.float64)
-    gate, up = n @ gate_up[0].T, n @ gate_up[1].T
-    silu = gate / (1 + np.exp(-gate))
-    a = a + (silu * up) @ np.asarray(layer["w_down"], np.float64).T
+    down = np.asarray(layer["w_down"], np.float64)
+    if "router" not in layer:
+        return a + feed_forward(n, gate_up, down), heads["k"], heads["v"]
+    scores = n @ np.asarray(layer["router"], np.float64).T
+    for t in range(T):
+        best = sorted(range(cfg.n_experts), key=lambda e: -scores[t, e])
+        best = best[: cfg.n_experts_used]
+        shares = np.exp(scores[t, best])
+        for e, share in zip(best, shares / shares.sum(), strict=True):
+            a[t] += share * feed_forward(n[t], gate_up[:, e], down[:, e])
     return a, heads["k"], heads["v"]
+
+
+def feed_forward(x: Array, gate_up: Array, down: Array) -> Array:
+    gate, up = x @ gate_up[0].T, x @ gate_up[1].T
+    return (gate / (1 + np.exp(-gate)) * up) @ down.T
 
 
 def causal(n: int) -> Array:
@@ -114,7 +126,9 @@ def llama(params: dict, tokens: Sequence[int], cfg: Any) -> dict[str, Any]:
             taps.append(x)
         normed = rms_norm(x, np.asarray(layer["attn_norm"]), cfg.norm_eps)
         at = np.arange(len(x))
-        x, k, v = mix(layer, x, normed, at, causal(len(x)), cfg)
+        window = cfg.sliding_window or len(x)
+        visible = causal(len(x)) & (at[:, None] - at[None, :] < window)
+        x, k, v = mix(layer, x, normed, at, visible, cfg)
         keys.append(k)
         values.append(v)
     top = rms_norm(x, np.asarray(params["norm"]), cfg.norm_eps)

@@ -171,6 +171,26 @@ def test_rms_norm_takes_its_statistics_in_float32():
     np.testing.assert_allclose(out, 1.0, rtol=1e-3)
 
 
+def test_experts_are_shared_out_to_the_best_two():
+    scores = jnp.asarray([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0], [-9.0, 5.0]])[:, None]
+    shares = layers.expert_shares(scores, 2)[:, 0]
+    e = np.exp(1.0)
+    wanted = [[0, 1 / (1 + e**5)], [e / (1 + e), 0], [1 / (1 + e), 0], [0, 0]]
+    wanted[3][1] = 1 - wanted[0][1]  # of the three equal ones the first
+    np.testing.assert_allclose(shares, wanted, rtol=1e-6)
+
+
+def test_joined_experts_come_apart_again():
+    rng = np.random.default_rng(0)
+    gate, up = (jnp.asarray(rng.normal(size=(4, 3, 5)), jnp.float32) for _ in range(2))
+    joined = layers.merge({"w_gate": gate, "w_up": up, "router": gate[:, 0]})
+    assert joined["w_gate_up"].shape == (4, 3, 2, 5)
+    np.testing.assert_array_equal(joined["w_gate_up"][1, 2, 1], up[1, 2])
+    back = layers.split(joined)
+    np.testing.assert_array_equal(back["w_gate"], gate)
+    np.testing.assert_array_equal(back["w_up"], up)
+
+
 def test_joined_matrices_keep_each_kv_head_beside_its_queries() -> None:
     H, K, C, X, F = 6, 2, 4, 5, 3
     shapes = {"wq": (H, C, X), "wk": (K, C, X), "wv": (K, C, X)}

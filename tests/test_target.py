@@ -1,5 +1,6 @@
 """`target`: the cached forward, the tree forward and the features, against plain passes."""
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -45,6 +46,7 @@ def params():
 KINDS = {
     "llama": {},
     "qwen3, tied": {"qk_norm": True, "tied": True, "taps": (1, 2)},
+    "mixtral, window": {"n_experts": 4, "n_experts_used": 2, "sliding_window": 5},
 }
 
 
@@ -99,6 +101,21 @@ def test_a_cached_forward_equals_one_full_forward(params):
     )
     for b in range(2):
         np.testing.assert_allclose(logits[:, b], full[:, b, block[b]], atol=1e-5)
+
+
+def test_a_window_reaches_into_the_cache(params):
+    cfg = dataclasses.replace(CFG, sliding_window=4)
+    tokens = np.random.default_rng(4).integers(0, CFG.vocab_size, (1, N))
+    out, full = whole(params, tokens, cfg)
+    at = cache.init(CFG.n_layers, 1, CFG.n_kv_heads, CFG.head_dim, 20, CFG.dtype)
+    at = cache.append(at, out.new, jnp.asarray([7], jnp.int32))
+    block = jnp.arange(7, N)[None]
+    mask = jnp.asarray(reference.causal(N - 7))[None]
+    _, logits = forward(
+        params, jnp.asarray(tokens[:, 7:], jnp.int32), block, mask, at, cfg
+    )
+    np.testing.assert_allclose(logits[:, 0], full[:, 0, 7:], atol=1e-5)
+    assert np.abs(full - whole(params, tokens, CFG)[1])[:, 0, 4:].max() > 0.01
 
 
 # Three siblings below the root and a branch of depth 3.

@@ -181,12 +181,13 @@ def test_a_reduced_object_is_refused_unrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        (b"\x80\x02(cos\nsystem\nS'ls'\no.", "is not allowed"),
+        (b"\x80\x02(ctorch\nFloatStorage\nS'ls'\no.", "is not allowed"),
         (b"(S'ls'\nios\nsystem\n.", "is not allowed"),
-        (b"\x80\x02}r\xff\xff\xff\x7f.", "memo index"),
+        (b"\x80\x02}(X\x01\x00\x00\x00aNK\x01Nu.", "their names are no text"),
         (b"\x80\x02\x8b\xff\xff\xff\x7f.", "cannot be read"),
         (b"\x80\x02X\xff\xff\xff\x7fab.", "cannot be read"),
-        (b"\x80\x02]q\x00.", "holds a list"),
+        (b"\x80\x02]q\x00.", "EMPTY_LIST is not allowed"),
+        (b"\x80\x02)q\x00.", "holds a tuple"),
         (b"\x80\x02}q\x00X\x01\x00\x00\x00aK\x01s.", "1 entries that are no tensors"),
     ],
 )
@@ -195,6 +196,43 @@ def test_operations_beyond_a_state_dict_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         torchfile.read(write_raw(tmp_path / "a.bin", raw, {}))
+
+
+def test_a_memo_index_claims_no_memory(tmp_path: Path) -> None:
+    raw = b"\x80\x02}r\xff\xff\xff\x7f."
+    assert torchfile.read(write_raw(tmp_path / "a.bin", raw, {})) == {}
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        # Python's own unpickler dies of the first one: hashing a tuple recurses.
+        (b"\x80\x02}N" + b"\x85" * 1_000_000 + b"Ns.", "nothing but containers"),
+        (b"\x80\x02}" + b"X\x06\x00\x00\x00longer)" * 9 + b"Ns.", "no text"),
+        (b"\x80\x02" + b"}" * 1_000_000 + b".", "nothing but containers"),
+    ],
+    ids=["tuples", "pairs", "dicts"],
+)
+def test_nested_containers_are_refused(tmp_path: Path, raw: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        torchfile.read(write_raw(tmp_path / "a.bin", raw, {}))
+
+
+def test_many_views_of_one_storage_are_refused(tmp_path: Path) -> None:
+    storage = Storage("FloatStorage", "0", 1 << 16)
+    turned = tensor(storage, 0, (256, 256), (1, 256))
+    state = {str(i): turned for i in range(40)}
+    path = write(tmp_path / "a.bin", state, {"0": bytes(4 << 16)})
+    with pytest.raises(ValueError, match="far more than the file"):
+        torchfile.read(path)
+    # Small views that make every read fetch another storage again.
+    stores = [Storage("FloatStorage", str(i), 1 << 16) for i in range(2)]
+    state = {str(i): tensor(stores[i % 2], i, (1,), (1,)) for i in range(40)}
+    data = {"0": bytes(4 << 16), "1": bytes(4 << 16)}
+    with pytest.raises(ValueError, match="far more than the file"):
+        torchfile.read(write(tmp_path / "a.bin", state, data))
+    path = write(tmp_path / "a.bin", {"a": turned, "b": turned}, {"0": bytes(4 << 16)})
+    assert torchfile.read(path).keys() == {"a", "b"}
 
 
 HUGE = 1 << 40

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import gguf
 import jax
 import numpy as np
 import pytest
+import tiny
 from safetensors.numpy import save_file
 
-from eagle_jax import target, weights
+from eagle_jax import layers, modelconfig, target, weights
 from eagle_jax.config import RopeScaling, TargetConfig
 from eagle_jax.layers import split
 
@@ -112,21 +114,27 @@ def write_folder(folder, tensors, config, n_shards=1):
     return folder
 
 
-def write_gguf(file, tensors, arch="llama", kind=None, theta=1e4):
+def write_gguf(
+    file, tensors, arch="llama", kind=None, theta=1e4, raw_kind=None, cfg=CFG
+):
+    """Matrices are quantised to `kind`, or are bytes of type `raw_kind` already."""
     writer = gguf.GGUFWriter(file, arch)
     writer.add_context_length(2048)
-    writer.add_block_count(CFG.n_layers)
-    writer.add_embedding_length(CFG.d_model)
-    writer.add_feed_forward_length(CFG.d_mlp)
-    writer.add_head_count(CFG.n_heads)
-    writer.add_head_count_kv(CFG.n_kv_heads)
+    writer.add_block_count(cfg.n_layers)
+    writer.add_embedding_length(cfg.d_model)
+    writer.add_feed_forward_length(cfg.d_mlp)
+    writer.add_head_count(cfg.n_heads)
+    writer.add_head_count_kv(cfg.n_kv_heads)
+    writer.add_key_length(cfg.head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(CFG.head_dim)
+    writer.add_rope_dimension_count(cfg.head_dim)
     writer.add_rope_freq_base(theta)
     writer.add_eos_token_id(2)
     writer.add_token_list(["a", "é", "<|end|>"])
     for name, x in tensors.items():
-        if kind is not None and x.ndim == 2:
+        if raw_kind is not None and x.ndim == 2:
+            writer.add_tensor(name, x, raw_dtype=raw_kind)
+        elif kind is not None and x.ndim == 2:
             writer.add_tensor(name, gguf.quantize(x, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, x)
@@ -219,6 +227,89 @@ def test_safetensors_of_mixed_types_are_widened(tmp_path, tensors):
         np.testing.assert_array_equal(found[name], x.astype(np.float32), strict=True)
 
 
+def expands(kind):
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        return gguf.dequantize(np.zeros((1, size), np.uint8), kind).size == block
+    except NotImplementedError:
+        return False
+
+
+EXPANDED = [kind for kind in gguf.GGMLQuantizationType if expands(kind)]
+
+
+def stored_bytes(kind, shape, rng):
+    """Quantised normal numbers where the gguf package can, else random bytes."""
+    try:
+        return gguf.quantize(rng.normal(size=shape).astype(np.float32), kind).view("u1")
+    except NotImplementedError:
+        size = gguf.quant_shape_to_byte_shape(shape, kind)
+        return rng.integers(0, 256, size).astype(np.uint8)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", EXPANDED, ids=lambda kind: kind.name)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of infinities in random bytes
+def test_every_gguf_type_is_expanded_as_the_gguf_package_does(tmp_path, kind, arch):
+    sizes = {"d_model": 256, "d_mlp": 256, "n_layers": 1, "head_dim": 128}
+    sizes |= {"n_heads": 2, "n_kv_heads": 1, "vocab_size": 3, "tied": False}
+    sizes |= {"qkv_bias": arch == "qwen2", "qk_norm": arch == "qwen3", "taps": ()}
+    cfg = dataclasses.replace(CFG, **sizes)
+    shapes = named_tensors(tiny.params(0, cfg)["target"], "gguf")
+    rng, wanted, raw = np.random.default_rng(0), {}, {}
+    for name, x in shapes.items():
+        if x.ndim == 2:
+            raw[name] = stored_bytes(kind, x.shape, rng)
+            wanted[name] = gguf.dequantize(raw[name], kind).astype(np.float32)
+        else:
+            raw[name] = wanted[name] = x
+    file = write_gguf(tmp_path / "tiny.gguf", raw, arch, raw_kind=kind, cfg=cfg)
+    got = named_tensors(weights.load_target(file)[1], "gguf")
+    if arch == "llama":
+        for part, n in (("attn_q", cfg.n_heads), ("attn_k", cfg.n_kv_heads)):
+            name = f"blk.0.{part}.weight"
+            got[name] = interleave(got[name], n)
+    assert got.keys() == wanted.keys()
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(got[name], x, strict=True, err_msg=name)
+
+
+def test_the_expanded_gguf_types_are_all_there():
+    names = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_XS"
+    assert set(names.split()) <= {kind.name for kind in EXPANDED}
+
+
+def test_a_target_is_never_held_twice(tmp_path, monkeypatch):
+    cfg = dataclasses.replace(CFG, d_model=64, d_mlp=512, n_layers=6, taps=())
+    params = tiny.params(0, cfg)["target"]
+    folder = write_folder(
+        tmp_path / "tiny", named_tensors(params, "hf"), hf_config(cfg, head_dim=8), 2
+    )
+    one = sum(x.nbytes for x in jax.tree.leaves(params["layers"][0]))
+    total = sum(x.nbytes for x in jax.tree.leaves(params))
+    largest, merge = max(x.nbytes for x in jax.tree.leaves(params)), layers.merge
+    held = []
+
+    def live():
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    def watched(block):
+        merged = merge(block)
+        held.append(live() - before)
+        return merged
+
+    monkeypatch.setattr(layers, "merge", watched)
+    before = live()
+    tracemalloc.start()
+    try:
+        weights.load_target(folder)
+        host = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(held) == 6 and max(held) <= total + one
+    assert host < 4 * largest + (1 << 18)  # tensors in NumPy, and Python's own objects
+
+
 def test_head_is_kept_only_where_it_differs_from_the_embedding(tmp_path, tensors):
     head = tensors["model.embed_tokens.weight"].copy()
     folder = tmp_path / "tiny"
@@ -284,8 +375,10 @@ def test_lost_shard_and_pickled_weights_are_refused(tmp_path, tensors):
     with pytest.raises(ValueError, match="missing: model-00002-of-00003"):
         weights.load_target(folder)
     (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor pytorch_mod"):
+        weights.load_target(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*convert it"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not a torch zip file"):
         weights.load_target(folder)
 
 
@@ -310,7 +403,14 @@ def test_a_shard_of_another_checkpoint_is_refused(tmp_path, tensors):
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_type='yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor"),
-        ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window=-1"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"head_dim": 7}, "head_dim=7"),
+        (
+            {"model_type": "gemma2", "hidden_act": "gelu", "rope_scaling": [1]},
+            r"'gemma2' is not.*hidden_act='gelu' is not.*rope_scaling=\[1\] is no",
+        ),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
@@ -323,7 +423,7 @@ def test_unsupported_models_are_refused_by_name(tmp_path, changes, match):
 
 def test_config_without_sizes_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 4}')
-    with pytest.raises(ValueError, match="lacks hidden_size, intermediate_size"):
+    with pytest.raises(ValueError, match=r"lacks hidden_size.*lacks intermediate_size"):
         weights.load_target(tmp_path)
 
 
@@ -422,20 +522,12 @@ def test_eos_ids_come_from_the_generation_config(
     assert weights.load_target(folder)[0].eos_ids == eos_ids
 
 
-def test_settings_of_the_generation_config_are_told_as_ignored(tmp_path):
-    said = {
-        "_from_model_config": True,
-        "bos_token_id": 1,
-        "eos_token_id": [7],
-        "repetition_penalty": 1.05,
-        "top_p": 0.8,
-        "transformers_version": "4.0",
-    }
-    assert weights.ignored_settings(tmp_path) == {}
-    (tmp_path / "generation_config.json").write_text(json.dumps(said))
-    ignored = weights.ignored_settings(tmp_path)
-    assert ignored == {"repetition_penalty": 1.05, "top_p": 0.8}  # R103
-    assert weights.ignored_settings(tmp_path / "model.gguf") == {}
+def test_settings_of_the_generation_config_are_told_as_ignored(tmp_path, tensors):
+    folder = write_folder(tmp_path / "tiny", tensors, hf_config())
+    assert modelconfig.ignored_settings(folder) == []
+    asked = {"eos_token_id": 7, "do_sample": True, "top_p": 0.9, "top_k": None}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    assert modelconfig.ignored_settings(folder) == ["do_sample=True", "top_p=0.9"]
 
 
 def test_target_hash_names_the_bytes_of_all_weight_files(tmp_path, tensors):
