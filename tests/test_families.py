@@ -25,7 +25,7 @@ SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -116,14 +116,14 @@ def case_of(tmp_path_factory):
         folder = tmp_path_factory.mktemp("family") / "model"
         model.save_pretrained(folder, max_shard_size="20KB")
         assert (folder / "model.safetensors.index.json").is_file()
-        return Case(folder, model, *weights.load_target(folder, taps=(0, 1)))
+        return Case(folder, model, *weights.load_target(folder, taps=(0, 1, 2)))
 
     return make
 
 
 def ours(case: Case, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
     """Returns logits and features of one pass over IDS, tokens first."""
-    cfg, params = weights.load_target(case.folder, dtype, taps=(0, 1))
+    cfg, params = weights.load_target(case.folder, dtype, taps=(0, 1, 2))
     n = len(IDS)
     nothing = cache.init(cfg.n_layers, 1, cfg.n_kv_heads, cfg.head_dim, 0, dtype)
 
