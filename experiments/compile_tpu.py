@@ -38,10 +38,10 @@ from eagle_jax.tree import Tree
 from experiments import common, trainer, variants
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("topology", "v5e:2x4", "Slice: v5e, v5p or v6e, and its shape.")
+flags.DEFINE_list("topology", ["v5e:2x4"], "Slices: v5e, v5p or v6e, and a shape.")
 flags.DEFINE_integer("batch", 1, "Rows decoded together.")
 flags.DEFINE_integer("slots", 2048, "Cache slots per row.")
-flags.DEFINE_list("parts", [], "Programs to compile; default: all. See PARTS.")
+flags.DEFINE_list("parts", [], "Programs to compile (PARTS), or none; default: all.")
 flags.DEFINE_string(
     "results", "experiments/results/compile_tpu.jsonl", "Where the JSON line goes."
 )
@@ -78,42 +78,53 @@ EXCHANGE_SECONDS = 5e-6
 
 
 def main() -> None:
-    generation = FLAGS.topology.partition(":")[0]
-    if generation not in CHIPS:
-        raise ValueError(
-            f"--topology must start with one of {', '.join(CHIPS)}, such as v5e:2x4; "
-            f"got {FLAGS.topology!r}"
-        )
-    wrong = [part for part in FLAGS.parts if part not in PARTS]
+    for topology in FLAGS.topology:
+        if topology.partition(":")[0] not in CHIPS:
+            raise ValueError(
+                f"--topology must start with one of {', '.join(CHIPS)}, such as v5e:2x4; "
+                f"got {topology!r}"
+            )
+    wrong = [part for part in FLAGS.parts if part not in (*PARTS, "none")]
     if wrong:
-        raise ValueError(f"no part {wrong[0]!r}; there are {', '.join(PARTS)}")
+        raise ValueError(f"no part {wrong[0]!r}; there are {', '.join(PARTS)} and none")
     cfg, published = common.load_config(), target_of(common.config_module(FLAGS.config))
-    chip = CHIPS[generation]
-    devices = slice_devices(FLAGS.topology, chip)
+    for topology in FLAGS.topology:
+        look_at(cfg, published, topology)
+
+
+def look_at(cfg: Config, published: PaperTarget, topology: str) -> None:
+    """Compiles and counts for one slice; prints tables, appends one line."""
+    chip = CHIPS[topology.partition(":")[0]]
+    devices = slice_devices(topology, chip)
     # One prompt at a time gains from `model` alone, and weights need the room.
     mesh = sharding.make_mesh(FLAGS.mesh or f"model:{len(devices)}", devices)
-    n_model = mesh.shape["model"]
     t = dataclasses.replace(
-        sharding.padded(published.sizes, n_model), stacked=cfg.stacked, dtype=cfg.dtype
+        sharding.padded(published.sizes, mesh.shape["model"]),
+        stacked=cfg.stacked,
+        dtype=cfg.dtype,
     )
-    heads = t.n_heads - published.sizes.n_heads
-    print(
-        f"slice    {FLAGS.topology}, {len(devices)} chips of {chip.hbm / 2**30:.0f} GiB\n"
-        f"mesh     {sharding.describe(mesh)}"
-        + (f"; {heads} heads of zeros added to {published.sizes.n_heads}" * bool(heads))
-    )
+    added = t.n_heads - published.sizes.n_heads
     run = Run(cfg, t, mesh, FLAGS.batch, FLAGS.slots)
-    counted = {part: roofline(work, chip) for part, work in count(run).items()}
-    rows = [
-        compile_part(run, part, chip) | counted[part] for part in FLAGS.parts or PARTS
-    ]
+    resident = resident_bytes(run)
+    print(
+        f"slice    {topology}, {len(devices)} chips of {chip.hbm / 2**30:.0f} GiB\n"
+        f"mesh     {sharding.describe(mesh)}"
+        + (f"; {added} heads of zeros added to {published.sizes.n_heads}" * bool(added))
+        + f"\ntarget   {t.name}; weights and caches take {resident / 2**30:.2f} GiB a chip"
+    )
+    rows = []
+    for part, work in count(run).items():
+        counted = {"part": part, "fits": resident < chip.hbm} | roofline(work, chip)
+        if part in (FLAGS.parts or PARTS):
+            counted |= compile_part(run, part, chip)
+        rows.append(counted)
     print_parts(rows, chip)
     speedups = predict(run, published, chip)
     print_speedups(speedups)
     row = {
         "experiment": "compile_tpu",
         "target": t.name,
-        "topology": FLAGS.topology,
+        "topology": topology,
         "mesh": dict(mesh.shape),
         "batch": FLAGS.batch,
         "slots": FLAGS.slots,
@@ -121,6 +132,7 @@ def main() -> None:
         "jax": jax.__version__,
         "commit": common.commit(),
         "hbm_bytes": chip.hbm,
+        "resident_bytes": resident,
         "exchange_seconds_assumed": EXCHANGE_SECONDS,
         "parts": rows,
         "predicted": speedups,
@@ -432,6 +444,18 @@ def count(run: Run, method: str = "EAGLE-3") -> dict[str, Work]:
     }
 
 
+def resident_bytes(run: Run) -> float:
+    """Returns what weights and caches of EAGLE-3 take per chip."""
+    cfg = run.decode_config("EAGLE-3")
+    params, state = run.params(cfg.draft), run.state(cfg)
+    params["draft"].pop("embed")  # the target's
+    caches = [cache[:2] for cache in (state.target_cache, state.draft.cache)]
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves((params, caches))
+    )
+
+
 def _per_chip(tree: Any) -> float:
     """Returns how many numbers of some leaves one chip holds."""
     leaves = jax.tree.leaves(tree)
@@ -518,7 +542,8 @@ def print_parts(rows: list[dict[str, Any]], chip: Chip) -> None:
     print(
         "roofline: our count; its GB and GFLOP are what a pass must read and compute, "
         f"with {EXCHANGE_SECONDS * 1e6:.0f} us assumed per exchange.\ncompiler: its own "
-        "figures; a scanned layer is counted once, so they are too low here."
+        "figures; a scanned layer is counted once, so they are too low here. A part that "
+        "was not compiled\nfits if weights and caches do."
     )
 
 
