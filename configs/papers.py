@@ -4,7 +4,7 @@ Every `configs/NAME.py` of a paper's target hands out `get_config()`, and `TARGE
 `experiments.compile_tpu` needs, since it never sees weights.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eagle_jax.config import (
     Config,
@@ -34,7 +34,7 @@ class PaperTarget(NamedTuple):
     n_nodes: int
 
 
-def llama(name: str, **sizes: int) -> TargetConfig:
+def llama(name: str, **sizes: Any) -> TargetConfig:
     """Returns a bfloat16 target of the first two Llama generations, layers stacked."""
     plain = {"vocab_size": 32000, "head_dim": 128, "n_kv_heads": sizes["n_heads"]}
     return TargetConfig(name=name, stacked=True, dtype="bfloat16", **(plain | sizes))

@@ -9,7 +9,7 @@ A forward reads the cache and returns the keys and values of its own tokens besi
 the write happens in place, and a rejected node never enters the cache at all.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,11 +74,12 @@ def append(
     committed slots without a word.
     """
     if isinstance(new, KV):  # stacked
-        write = jax.vmap(_write, (0, 0, None))
+
+        def write(old: Any, layers: Array) -> Array:
+            return jax.vmap(_write, (0, 0, None))(old, layers, cache.length)
+
         return KVCache(
-            k=write(cache.k, new.k, cache.length),
-            v=write(cache.v, new.v, cache.length),
-            length=cache.length + count,
+            write(cache.k, new.k), write(cache.v, new.v), cache.length + count
         )
     return KVCache(
         k=tuple(

@@ -269,7 +269,8 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
     Inside a jitted function it is the mesh of the arguments a value was made from.
     """
     for leaf in jax.tree.leaves(tree):
-        where = leaf.aval.sharding if isinstance(leaf, Tracer) else leaf.sharding
+        where: Any = leaf.aval if isinstance(leaf, Tracer) else leaf
+        where = where.sharding
         if isinstance(where, NamedSharding) and not where.mesh.empty:
             return where.mesh
     return None

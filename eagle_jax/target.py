@@ -6,7 +6,7 @@ form (`stack`) is for TPUs, where it does not, and where 80 layers take long to 
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,13 +127,14 @@ def forward(
         steps = positions[:, :, None] - positions[:, None, :]
         mask = mask & (steps < cfg.sliding_window)
 
-    def block(x: Array, layer: Params, *committed: Array) -> tuple[Array, KV]:
+    def block(x: Array, layer: Params, *committed: Any) -> tuple[Array, KV]:
         with jax.named_scope("qkv"):
             normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
             q, kv = project(layer, normed, positions, speed, cfg.norm_eps)
         segments = (Segment(kv.k, kv.v, mask),)
         if committed:
-            segments = (Segment(*committed, past), *segments)
+            k, v = committed
+            segments = (Segment(k, v, past), *segments)
         x = attend_and_mlp(
             layer, x, q, segments, cfg.norm_eps, n_experts_used=cfg.n_experts_used
         )
@@ -142,13 +143,13 @@ def forward(
     caches = (cache.k, cache.v) if cache.n_slots else ()
     if cfg.stacked:
 
-        def body(at: tuple, layer: tuple) -> tuple[tuple, KV]:
+        def body(at: Any, given: Any) -> tuple[Any, KV]:
             x, taps = at
-            i, *layer = layer
+            i, layer, *committed = given
             taps = [
                 jnp.where(i == j, x, tap) for j, tap in zip(cfg.taps, taps, strict=True)
             ]
-            x, kv = block(x, *layer)
+            x, kv = block(x, layer, *committed)
             return (x, taps), kv
 
         index = jnp.arange(cfg.n_layers)

@@ -296,7 +296,7 @@ def test_where_two_texts_part_the_gap_of_the_target_is_measured():
     t = tiny.target_config(vocab_size=50, n_layers=1)
     d = tiny.draft_config(t)
     params = tiny.params(3, t, d)
-    cfg = DecodeConfig(t, d, tree.chain(3))
+    cfg = DecodeConfig(t, d, chain(3))
     method = evaluator.Method(params, cfg)
     prompt, text = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
     tie = evaluator.near_tie(method, prompt, [9, 2, 7, 5, 3], text)
@@ -328,7 +328,9 @@ def test_texts_that_differ_are_counted_and_near_ties_apart(setup, monkeypatch, n
     monkeypatch.setattr(evaluator, "near_tie", lambda *_: tie)
     asked = [Question(8, "", ["a"]), Question(9, "", ["b"])]
     progress = common.Progress("decode", 2)
-    result = evaluator.run_task(setup, drafted, plain, "sum", asked, 3, 1, progress, 0)
+    (result,) = evaluator.run_task(
+        setup, [drafted], plain, "sum", asked, 3, 1, progress, 0
+    )
     assert result.n_identical == 1
     assert result.n_near_tie == (noise > 0.3)
     assert result.mismatches == [f"sum 9 turn 0: {tie}"]

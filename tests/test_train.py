@@ -407,19 +407,22 @@ def test_logits_of_a_whole_batch_never_exist(monkeypatch):
     shared = {"embed": Shape((V, 64), jnp.float32)}
     fixed = shared | {"draft_to_target": Shape((d.vocab_size,), jnp.int32)}
     ints = [Shape((1, n), jnp.int32)] * 3
-    batch = Batch(*ints, Shape((1, n), jnp.bool))
+    tokens, segments, positions = ints
+    mask = Shape((1, n), jnp.bool)
+    batch: Any = Batch(tokens, segments, positions, mask)  # type: ignore[arg-type]
     read, top = (Shape((E, 1, n), jnp.float32) for E in (d.feature_size, 64))
 
     def loss(own: Any, fixed: Any, target_params: Any, batch: Batch, *given: Any):
         one_step = TrainConfig(ttt_steps=1)
         features = train.Features(*given)
-        return train.eagle3_loss(
+        return train.token_loss(
             own | fixed, target_params, batch, features, d, one_step
         )
 
     grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
     program = grad.lower(own, fixed, shared, batch, read, top).compile()
-    needed = program.memory_analysis().temp_size_in_bytes
+    analysis: Any = program.memory_analysis()
+    needed = analysis.temp_size_in_bytes
     assert needed < n * V * 4 / 2  # half of the teacher's logits alone
 
 
