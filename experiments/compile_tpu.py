@@ -39,7 +39,7 @@ from experiments import common, trainer, variants
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("topology", ["v5e:2x4"], "Slices: v5e, v5p or v6e, and a shape.")
-flags.DEFINE_integer("batch", 1, "Rows decoded together.")
+flags.DEFINE_integer("batch", 1, "Rows decoded together.", allow_override=True)
 flags.DEFINE_integer("slots", 2048, "Cache slots per row.")
 flags.DEFINE_list("parts", [], "Programs to compile (PARTS), or none; default: all.")
 flags.DEFINE_string(
@@ -137,8 +137,8 @@ def look_at(cfg: Config, published: PaperTarget, topology: str) -> None:
         "parts": rows,
         "predicted": speedups,
     }
-    common.append_line(Path(FLAGS.results), row)
-    print(f"appended to {FLAGS.results}")
+    common.append_line(Path(FLAGS.result_file), row)
+    print(f"appended to {FLAGS.result_file}")
 
 
 def target_of(module: ModuleType) -> PaperTarget:

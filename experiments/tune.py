@@ -30,13 +30,24 @@ from experiments.common import Progress, Setup
 from experiments.evaluator import Method
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("head", "", "Folder of the head.")
+# The flags of ablate with the same defaults, so that a test may import both.
+flags.DEFINE_string("head", "", "Folder of the head.", allow_override=True)
 flags.DEFINE_string(
-    "questions", "", "Folder of FastChat JSONL sets; default: embedded."
+    "questions",
+    "",
+    "Folder of FastChat JSONL sets; default: embedded.",
+    allow_override=True,
 )
-flags.DEFINE_integer("prompts_per_set", 2, "Prompts of each set that are answered.")
-flags.DEFINE_integer("max_new_tokens", 64, "New tokens per answer.")
-flags.DEFINE_integer("batch", 1, "Prompts decoded together.")
+flags.DEFINE_integer(
+    "prompts_per_set",
+    0,
+    "Prompts of each set that are answered; 0: two.",
+    allow_override=True,
+)
+flags.DEFINE_integer(
+    "max_new_tokens", 0, "New tokens per answer; 0: 64.", allow_override=True
+)
+flags.DEFINE_integer("batch", 1, "Prompts decoded together.", allow_override=True)
 flags.DEFINE_integer("rounds", 7, "Timed rounds of the cost model.")
 flags.DEFINE_integer("finalists", 4, "Trees that are run for real.")
 flags.DEFINE_integer("repeats", 3, "Real runs of each finalist.")
@@ -378,8 +389,10 @@ def main() -> None:
     cfg = common.load_config()
     if not FLAGS.head or not Path(FLAGS.head).exists():
         raise ValueError(f"--head must be the folder of a head, got {FLAGS.head!r}")
-    if min(FLAGS.batch, FLAGS.prompts_per_set, FLAGS.finalists, FLAGS.repeats) < 1:
-        raise ValueError("batch, prompts_per_set, finalists and repeats must be >= 1")
+    if min(FLAGS.batch, FLAGS.finalists, FLAGS.repeats, FLAGS.rounds) < 1:
+        raise ValueError("batch, finalists, repeats and rounds must be at least 1")
+    FLAGS.prompts_per_set = FLAGS.prompts_per_set or 2
+    FLAGS.max_new_tokens = FLAGS.max_new_tokens or 64
     out = common.prepare_out()
     questions = data.read_questions(Path(FLAGS.questions or evaluator.QUESTIONS))
     setup = common.load_setup(cfg)
