@@ -43,7 +43,7 @@ flags.DEFINE_integer("batch", 1, "Rows decoded together.", allow_override=True)
 flags.DEFINE_integer("slots", 2048, "Cache slots per row.")
 flags.DEFINE_list("parts", [], "Programs to compile (PARTS), or none; default: all.")
 flags.DEFINE_string(
-    "results", "experiments/results/compile_tpu.jsonl", "Where the JSON line goes."
+    "result_file", "experiments/results/compile_tpu.jsonl", "Where the JSON line goes."
 )
 
 PARTS = ("plain step", "propose", "verify", "step", "features", "train")
