@@ -394,8 +394,9 @@ def test_damaged_files_are_loaded_or_refused(name, tmp_path, impatient):
         except (ValueError, OSError) as err:
             refused += 1
             # What a template or a tokenizer does later is no fault of one file.
-            named = ["the "] if loader.load is load_text else []
-            named += [str(tmp_path)]
+            words = ["the ", "template", "tokenizer"]
+            named = words if loader.load is load_text else []
+            named = [*named, str(tmp_path)]
             is_clear = any(word in str(err) for word in named)
             assert is_clear, f"{case} gives an unclear message: {err!r}"
         except BaseException as err:
