@@ -217,7 +217,7 @@ def finish(
 def run(
     params: Params,
     tokens: Int[Array, "B T"],
-    hidden: Float[Array, "D B T"],
+    hidden: Float[Array, "D B X"],
     positions: Int[Array, "B T"],
     look: Callable[[int, KV], tuple[Segment, ...]],
     cfg: DraftConfig,
@@ -225,6 +225,7 @@ def run(
     """Runs all layers of the draft, one in EAGLE heads; returns the new keys and values.
 
     Args:
+      hidden: X is T; a small model, which does not read it, may have T = X + 1.
       look: gives the segments that queries of layer i look at, its new keys known.
     """
     if cfg.head == "medusa":  # every level looks ahead from the same feature

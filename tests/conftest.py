@@ -20,3 +20,10 @@ def default_target():
             "the default target is not in the cache; run experiments.ablate once"
         )
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_programs():
+    """Drops a file's compiled programs: thousands of them exhaust memory mappings."""
+    yield
+    jax.clear_caches()
