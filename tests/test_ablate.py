@@ -137,8 +137,8 @@ def test_a_head_that_does_not_fit_the_target_is_refused():
 
 
 def test_a_disk_without_room_ends_the_run_and_keeps_what_there_is(tmp_path):
-    """No file may grow beyond 2 kB: the second result line does not fit."""
-    limit = 'ulimit -f 2; exec "$0" "$@"'
+    """No file may grow beyond 4 kB: the second result line does not fit."""
+    limit = 'ulimit -f 4; exec "$0" "$@"'
     flags_given = drivers.ablate_flags(tmp_path, "vanilla")
     process = drivers.start("ablate", *flags_given, shell=limit)
     _, err = process.communicate(timeout=300)
@@ -173,7 +173,10 @@ def cli(monkeypatch, tmp_path):
     ("given", "words"),
     [
         (["--preset=huge"], "no preset 'huge'; there are smoke, quick, full"),
-        (["--config=configs/nope.py"], "no config file .* there are configs/smollm2"),
+        (
+            ["--config=configs/nope.py"],
+            "no config file .* there are configs/.*configs/smollm2",
+        ),
         (["--set=tree.dept=3"], "no field 'tree.dept'.* depth, kind, n_nodes"),
         (["--set=tree.depth=deep"], "tree.depth needs a value of type int.*'deep'"),
         (["--set=tree.depth=20"], "depth < n_nodes|at most|depth=20"),
@@ -187,8 +190,11 @@ def cli(monkeypatch, tmp_path):
         (["--questions=/nowhere/at/all"], "no '/nowhere/at/all' to read questions"),
         (["--data=/nowhere/train.jsonl"], "there is no '/nowhere/train.jsonl'"),
         (["--head=/nowhere/head"], "there is no '/nowhere/head'"),
-        (["--head=.", "--variant=vanilla"], "goes neither with --variant=vanilla"),
-        (["--head=.", "--retrain"], "nor with --retrain"),
+        (
+            ["--head=.", "--variant=vanilla"],
+            "nor with variants .* got --variant=vanilla",
+        ),
+        (["--head=.", "--retrain"], "goes neither with --retrain"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -263,11 +269,11 @@ def test_what_a_target_leaves_open_comes_from_its_tokenizer(
     assert completed(bare) == dataclasses.replace(bare, eos_ids=(0,), n_tokens=258)
     named = dataclasses.replace(setup.target_cfg, eos_ids=(7, 8))
     assert completed(named) == named
-    assert capsys.readouterr().out == ""
+    assert "generation_config" not in capsys.readouterr().out
     (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
     completed(named)  # R103
     said = capsys.readouterr().out
-    assert "generation_config.json is not applied" in said
+    assert "generation_config.json is ignored" in said
     assert "repetition_penalty=1.05" in said
 
 
@@ -355,7 +361,9 @@ def test_a_head_of_another_kind_than_the_variant_is_refused(
     monkeypatch.setattr(common, "load_setup", lambda cfg: setup._replace(cfg=cfg))
     plain = evaluator.Method({}, DecodeConfig(setup.target_cfg))
     monkeypatch.setattr(evaluator, "load_method", lambda *_: plain)
-    with pytest.raises(ValueError, match=r"kind none, --variant=eagle3 needs eagle3"):
+    with pytest.raises(
+        ValueError, match=r"kind none .*, --variant=eagle3 needs .*eagle3"
+    ):
         cli("--config=configs/tiny.py", f"--head={tmp_path}")
 
 
