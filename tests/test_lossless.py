@@ -55,7 +55,7 @@ def small_chunks(monkeypatch):
 
 @functools.cache
 def params_of(head: str) -> dict:
-    return tiny.params(10, T, DRAFTS[head])
+    return tiny.params(11, T, DRAFTS[head])
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def test_texts_have_the_law_of_the_target(name):
     assert measured < 1.5 * noise
     assert counts[law == 0].sum() == 0  # nothing outside the filtered set, ever
     if shape.n_nodes > 1:
-        assert accepted > 0.2  # the drafts really took part
+        assert accepted > 0.3  # the drafts really took part
 
 
 # --- rules that are nearly right must fail
