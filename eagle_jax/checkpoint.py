@@ -1,4 +1,4 @@
-"""Training checkpoints: everything a run needs to go on exactly where it stopped.
+"""Checkpoints: all that a training run needs to go on, and targets ready to be loaded.
 
 orbax writes into a temporary folder and renames it, so a killed save leaves the
 previous checkpoint untouched.
@@ -6,10 +6,12 @@ previous checkpoint untouched.
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from eagle_jax.layers import Params
 from eagle_jax.train import TrainState
 
 
@@ -79,6 +81,41 @@ def restore(manager: ocp.CheckpointManager, like: TrainState) -> TrainState | No
             f"start again with --retrain"
         )
     return None
+
+
+def save_params(folder: Path, params: Params) -> None:
+    """Writes parameters as they lie on the devices.
+
+    Raises:
+      OSError: it could not be written, for want of room for instance.
+    """
+    try:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(folder.absolute(), params)
+    except Exception as fault:
+        raise OSError(
+            f"{folder} could not be written; is the disk full? {_first_line(fault)}"
+        ) from fault
+
+
+def restore_params(folder: Path, like: Any) -> Params:
+    """Reads parameters straight to where they belong.
+
+    Args:
+      like: shapes, types and placements, such as `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: the checkpoint is damaged or of something else.
+    """
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            params: Params = reader.restore(folder.absolute(), like)
+    except Exception as fault:
+        raise ValueError(
+            f"{folder} cannot be read; delete it, and it is made again: "
+            f"{_first_line(fault)}"
+        ) from fault
+    return params
 
 
 def _first_line(fault: Exception) -> str:

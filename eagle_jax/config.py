@@ -333,6 +333,8 @@ class TrainConfig:
       supervised_tokens: stop after this many supervised tokens; the data repeat if needed.
       row_length, rows: one batch is `rows` packed rows of `row_length` tokens.
       accumulate: batches per optimiser step.
+      optimiser: "adamw", or "muon" for the matrices (`train.optimiser`), which wants five
+        times the learning rate.
       ttt_steps, ttt_decay: unrolled steps of training-time test and the weight 0.8^i of
         step i (SafeAILab/EAGLE traineagle3/main.py:284).
       mask: "label" trains a position if the token it predicts belongs to an answer;
@@ -354,6 +356,7 @@ class TrainConfig:
     row_length: int = 512
     rows: int = 4
     accumulate: int = 1
+    optimiser: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
     final_learning_rate: float = 1e-4
     warmup: float = 0.05

@@ -19,6 +19,7 @@ class Turn(NamedTuple):
       n_emitted: tokens each step delivered, bonus token included, after such a cut.
       seconds: decoding without prefill; in a batch, this row's share.
       prefill_seconds: prompt to first token.
+      n_prompt: tokens of the prompt, earlier turns included.
     """
 
     tokens: list[int]
@@ -26,6 +27,7 @@ class Turn(NamedTuple):
     n_emitted: list[int]
     seconds: float
     prefill_seconds: float
+    n_prompt: int = 0
 
 
 Answer = list[Turn]  # the turns of one prompt
@@ -213,6 +215,16 @@ def forward_flops(cfg: TargetConfig, n_tokens: int, context: float) -> float:
     per_token = cfg.n_layers * (attention + mlp + scores)
     per_token += cfg.d_model * cfg.vocab_size
     return 2.0 * n_tokens * per_token
+
+
+def context(answers: Sequence[Answer]) -> float:
+    """Tokens before a new one, in the mean over all new tokens."""
+    turns = [turn for answer in answers for turn in answer]
+    n = [len(turn.tokens) for turn in turns]
+    if not sum(n):
+        return float("nan")
+    before = [turn.n_prompt + len(turn.tokens) / 2 for turn in turns]
+    return float(np.average(before, weights=n))
 
 
 def tokens_per_target_gflop(

@@ -6,10 +6,14 @@ form (`stack`) is for TPUs, where it does not, and where 80 layers take long to 
 """
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle_jax import cache as cache_lib
@@ -98,8 +102,29 @@ def init(key: Array, cfg: TargetConfig) -> Params:
 
 def stack(params: Params, cfg: TargetConfig) -> tuple[TargetConfig, Params]:
     """Brings parameters into the stacked form: every leaf of a layer gets a layer axis."""
-    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
+    layers = stack_layers(params["layers"], cfg.n_layers)
     return dataclasses.replace(cfg, stacked=True), params | {"layers": layers}
+
+
+def stack_layers(layers: Iterable[Params], n: int) -> Params:
+    """Stacks `n` layers one by one as they come, in place, each where its own lies."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def write(stacked: Params, layer: Params, i: Array) -> Params:
+        return jax.tree.map(lambda every, one: every.at[i].set(one), stacked, layer)
+
+    def room(leaf: Array) -> Array:
+        where = leaf.sharding
+        if isinstance(where, NamedSharding):
+            where = NamedSharding(where.mesh, P(None, *where.spec))
+        return jnp.zeros((n, *leaf.shape), leaf.dtype, device=where)
+
+    stacked: Params | None = None
+    for i, layer in enumerate(layers):
+        stacked = stacked or jax.tree.map(room, layer)
+        stacked = write(stacked, layer, jnp.asarray(i))
+    assert stacked is not None
+    return stacked
 
 
 def forward(

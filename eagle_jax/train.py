@@ -39,10 +39,13 @@ class Features(NamedTuple):
     Args:
       read: what the head reads (`draft.features`).
       top: final-norm output, which the target's LM head turns into the teacher.
+      likeliest: the target's next token, where it is known beforehand; the teacher then
+        costs the draft vocabulary instead of the whole one.
     """
 
     read: Float[Array, "E B T"]
     top: Float[Array, "D B T"]
+    likeliest: Int[Array, "B T"] | None = None
 
 
 class Metrics(NamedTuple):
@@ -90,6 +93,16 @@ def target_features(
         params, batch.tokens, batch.positions, packed_mask(batch), nothing, cfg
     )
     return Features(read=draft.features(out, head), top=out.top)
+
+
+def likeliest(target_params: Params, top: Float[Array, "D B T"]) -> Int[Array, "B T"]:
+    """Returns the target's next token after every token, a few positions at a time."""
+
+    def at(top: Float[Array, "D B"]) -> Int[Array, " B"]:
+        scores = target.logits(target_params, top[:, :, None])[..., 0]
+        return jnp.argmax(scores, axis=0).astype(jnp.int32)
+
+    return jax.lax.map(at, top.transpose(2, 0, 1), batch_size=128).T
 
 
 def unroll(
@@ -195,7 +208,7 @@ def eagle1_loss(
     params = draft.tie(params, target_params, cfg)
     read = add_noise(key, given.read, batch, train)
     return _unrolled_loss(
-        params, target_params, batch, Features(read, given.top), cfg, train
+        params, target_params, batch, given._replace(read=read), cfg, train
     )
 
 
@@ -263,6 +276,7 @@ def _unrolled_loss(
         target_params.get("head", target_params["embed"]),
         params.get("draft_to_target"),
         given.top.reshape(given.top.shape[0], -1),
+        None if given.likeliest is None else given.likeliest.reshape(-1),
         flags.reshape(-1),
         batch.positions.reshape(-1),
         decay * scale,
@@ -303,7 +317,7 @@ CHUNK = 256  # labels whose full-vocabulary logits are held at once
 TOP_K = 10  # tokens of the extra loss of HASS
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(9, 10))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(10, 11))
 def chunked_loss(
     trained: Params,
     outs: Float[Array, "I D X"],
@@ -311,6 +325,7 @@ def chunked_loss(
     target_head: Float[Array, "V D2"],
     draft_to_target: Int[Array, " U"] | None,
     top: Float[Array, "D2 X"],
+    likeliest: Int[Array, " X"] | None,
     flags: Bool[Array, " X"],
     positions: Int[Array, " X"],
     weights: Float[Array, " I"],
@@ -327,6 +342,7 @@ def chunked_loss(
       trained: those of `scoring` that get a gradient; EAGLE-1 trains none.
       outs: draft outputs of every unrolled step, all places of the batch in one axis.
       scoring: norm and LM head of the draft.
+      likeliest: `Features.likeliest`.
       weights: weight of each step in `loss`.
     """
     sums, _ = _chunked_fwd(
@@ -336,6 +352,7 @@ def chunked_loss(
         target_head,
         draft_to_target,
         top,
+        likeliest,
         flags,
         positions,
         weights,
@@ -352,6 +369,7 @@ def _chunked_fwd(
     target_head: Float[Array, "V D2"],
     draft_to_target: Int[Array, " U"] | None,
     top: Float[Array, "D2 X"],
+    likeliest: Int[Array, " X"] | None,
     flags: Bool[Array, " X"],
     positions: Int[Array, " X"],
     weights: Float[Array, " I"],
@@ -369,12 +387,16 @@ def _chunked_fwd(
         inside = jnp.zeros(vocab, bool).at[draft_to_target].set(True)
     back = jnp.arange(n_steps, dtype=jnp.int32) + int(cfg.head != "small")
 
+    short = likeliest is not None and draft_to_target is not None
+    if short:
+        target_head = target_head[draft_to_target]
+
     def chunk_loss(
-        trained: Params, out: Array, feature: Array, reaches: Array
+        trained: Params, out: Array, feature: Array, first: Array, reaches: Array
     ) -> tuple[Array, Sums]:
         teacher = linear(target_head, feature).astype(jnp.float32)[:, 0]
-        known = inside[jnp.argmax(teacher, axis=0)]
-        if draft_to_target is not None:
+        known = inside[first if short else jnp.argmax(teacher, axis=0)]
+        if draft_to_target is not None and not short:
             teacher = teacher[draft_to_target]
         p = jax.nn.softmax(teacher, axis=0)
         scores = draft.logits(scoring | trained, out, cfg)
@@ -383,13 +405,13 @@ def _chunked_fwd(
         reached = reaches.astype(jnp.float32)
         cross_entropy = -jnp.sum(weight * jnp.einsum("UT,UIT->IT", p, log_q), axis=1)
         regression = jnp.zeros_like(cross_entropy)
-        likeliest = jnp.zeros_like(cross_entropy)
+        top_k = jnp.zeros_like(cross_entropy)
         if train.top_k_weight:
             top_p, top_id = jax.lax.top_k(p.T, TOP_K)
             top_q = log_q[
                 top_id.T[:, None], jnp.arange(n_steps)[None, :, None], jnp.arange(size)
             ]
-            likeliest = -jnp.sum(weight * jnp.sum(top_p.T[:, None] * top_q, 0), axis=1)
+            top_k = -jnp.sum(weight * jnp.sum(top_p.T[:, None] * top_q, 0), axis=1)
         step_loss = cross_entropy
         if cfg.head == "eagle1":
             distance = optax.huber_loss(
@@ -400,7 +422,7 @@ def _chunked_fwd(
                 train.regression_weight * regression
                 + train.classification_weight * cross_entropy
             )
-        step_loss = step_loss + train.top_k_weight * likeliest
+        step_loss = step_loss + train.top_k_weight * top_k
         right = jnp.argmax(scores, axis=0) == jnp.argmax(p, axis=0)[None]
         loss = jnp.sum(weights * step_loss)
         return loss, Sums(
@@ -424,9 +446,10 @@ def _chunked_fwd(
         slots = jnp.where(reaches, slots, 0)
         step = jnp.arange(n_steps)[:, None]
         out = outs[step, :, slots].transpose(2, 0, 1)
+        first = places if likeliest is None else likeliest[places]
         (trained_grad, out_grad), more = jax.grad(
             chunk_loss, argnums=(0, 1), has_aux=True
-        )(trained, out, top[:, None, places], reaches)
+        )(trained, out, top[:, None, places], first, reaches)
         sums = jax.tree.map(jnp.add, sums, more)
         trained_grads = jax.tree.map(jnp.add, trained_grads, trained_grad)
         out_grads = out_grads.at[step, :, slots].add(out_grad.transpose(1, 2, 0))
@@ -451,14 +474,22 @@ def _chunked_bwd(
     def scale(g: Array) -> Array:
         return (g.astype(jnp.float32) * cotangent.loss).astype(g.dtype)
 
-    return *jax.tree.map(scale, grads), *[None] * 7
+    return *jax.tree.map(scale, grads), *[None] * 8
 
 
 chunked_loss.defvjp(_chunked_fwd, _chunked_bwd)
 
 
+MUON_RMS = 0.2
+
+
 def optimiser(cfg: TrainConfig, n_steps: int) -> optax.GradientTransformation:
-    """AdamW after clipping by global norm, with warm-up and cosine decay."""
+    """AdamW or Muon after clipping by global norm, with warm-up and cosine decay.
+
+    Muon makes the momentum of every matrix orthogonal, so that all its directions learn
+    (arXiv:2502.16982); its steps have a root mean square of `MUON_RMS` times the learning
+    rate, and vectors and LM heads, which get AdamW in either case, that rate.
+    """
     warmup = max(1, round(cfg.warmup * n_steps))
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=cfg.learning_rate / warmup,
@@ -467,15 +498,43 @@ def optimiser(cfg: TrainConfig, n_steps: int) -> optax.GradientTransformation:
         decay_steps=max(n_steps, warmup + 1),
         end_value=cfg.final_learning_rate,
     )
-    update = optax.chain(
-        optax.clip_by_global_norm(cfg.clip_norm),
-        optax.adamw(
+    if cfg.optimiser == "muon":
+        rule = optax.contrib.muon(
+            schedule,
+            weight_decay=cfg.weight_decay,
+            adam_b1=cfg.beta1,
+            adam_b2=cfg.beta2,
+            adam_weight_decay=cfg.weight_decay,
+            adam_learning_rate=lambda count: MUON_RMS * schedule(count),
+            muon_weight_dimension_numbers=_matrices,
+            consistent_rms=MUON_RMS,
+        )
+    else:
+        rule = optax.adamw(
             schedule, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay
-        ),
-    )
+        )
+    update = optax.chain(optax.clip_by_global_norm(cfg.clip_norm), rule)
     if cfg.accumulate > 1:
         return optax.MultiSteps(update, cfg.accumulate).gradient_transformation()
     return update
+
+
+def _matrices(params: Params) -> Params:
+    """Says which axes of which leaves are a matrix's inputs and outputs, for Muon."""
+
+    def axes(
+        path: tuple[Any, ...], leaf: Array
+    ) -> optax.contrib.MuonDimensionNumbers | None:
+        name, last = path[-1].key, leaf.ndim - 1
+        if leaf.ndim < 2 or name in ("head", "embed") or name.endswith("norm"):
+            return None
+        if name == "wqkv":
+            return optax.contrib.MuonDimensionNumbers((last,), tuple(range(last)))
+        if name == "wo":
+            return optax.contrib.MuonDimensionNumbers(tuple(range(1, leaf.ndim)), (0,))
+        return optax.contrib.MuonDimensionNumbers((last,), (last - 1,))
+
+    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def init(

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,6 +231,21 @@ def load_target(
     Tensors are read one by one, so beside the parameters there is never more than one
     layer's worth of memory in use.
 
+    Raises:
+      ValueError: as `open_target`.
+    """
+    cfg, parts = open_target(path, dtype, taps)
+    return cfg, next(parts) | {"layers": list(parts)}
+
+
+def open_target(
+    path: Path, dtype: str = "float32", taps: tuple[int, ...] = ()
+) -> tuple[TargetConfig, Iterator[Params]]:
+    """Checks a target's files and returns its sizes, and its parameters part by part.
+
+    The first part is what stands outside the layers; then come the layers. Nothing is read
+    before it is asked for, so every part can be sent to its devices before the next one.
+
     Args:
       path: a .gguf file, or a folder with config.json and safetensors or .bin files.
       taps: layers whose inputs are features; default `config.default_taps`.
@@ -260,7 +275,7 @@ def load_target(
             cfg = dataclasses.replace(cfg, tied=False)
     if cfg.tied:
         tensors.pop(TOP["head"][style], None)
-    return cfg, _assemble(path, cfg, tensors, style, permuted)
+    return cfg, _parts(path, cfg, tensors, style, permuted)
 
 
 def _has_own_head(tensors: dict[str, Stored]) -> bool:
@@ -295,13 +310,13 @@ def _slots(
     return slots
 
 
-def _assemble(
+def _parts(
     path: Path,
     cfg: TargetConfig,
     tensors: dict[str, Stored],
     style: int,
     permuted: bool,
-) -> Params:
+) -> Iterator[Params]:
     # Before a list is made that a config.json alone can make as long as it likes.
     if cfg.n_layers * max(cfg.n_experts, 1) > len(tensors):
         raise ValueError(
@@ -332,12 +347,12 @@ def _assemble(
             parts.append(jnp.array(x.reshape(slot.shape), dtype=cfg.dtype))
         return jnp.stack(parts, EXPERT_AXIS[key]) if len(parts) > 1 else parts[0]
 
-    params: Params = {key: load(key, slot) for key, slot in groups[0].items()}
-    params["layers"] = [
-        layers.merge({key: load(key, slot) for key, slot in block.items()})
-        for block in blocks
-    ]
-    return params
+    def read() -> Iterator[Params]:
+        yield {key: load(key, slot) for key, slot in groups[0].items()}
+        for block in blocks:
+            yield layers.merge({key: load(key, slot) for key, slot in block.items()})
+
+    return read()
 
 
 def _check_tensors(

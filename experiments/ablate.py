@@ -16,7 +16,7 @@ from rich.table import Table
 from eagle_jax import data, heads
 from eagle_jax.config import Config, DecodeConfig, fingerprint
 from eagle_jax.data import Question, Sample
-from experiments import common, evaluator, trainer, variants
+from experiments import common, evaluator, probe, trainer, variants
 from experiments.common import Progress, Setup
 from experiments.evaluator import Method, TaskResult
 from experiments.variants import Variant
@@ -38,6 +38,12 @@ flags.DEFINE_integer("prompts_per_set", 0, "Prompts of each set; 0: the preset's
 flags.DEFINE_integer("max_new_tokens", 0, "New tokens per answer; 0: the preset's.")
 flags.DEFINE_float("temperature", None, "0 is greedy; default: the config's.")
 flags.DEFINE_integer("batch", 1, "Prompts decoded together.")
+flags.DEFINE_integer(
+    "probe",
+    0,
+    "Prompts of each set that are decoded once more, step by step, for calibration, tree "
+    "shapes and the cost of a step's parts.",
+)
 flags.DEFINE_bool("retrain", False, "Train even if the head is there.")
 flags.DEFINE_bool("fsdp", False, "Cut trained parameters over data as well as model.")
 flags.DEFINE_bool("force", False, "Measure even if the result line is there.")
@@ -138,6 +144,8 @@ def configure() -> tuple[Config, Preset, list[Variant]]:
         preset = dataclasses.replace(preset, prompts_per_set=FLAGS.prompts_per_set)
     if FLAGS.max_new_tokens:
         preset = dataclasses.replace(preset, max_new_tokens=FLAGS.max_new_tokens)
+    if FLAGS.probe < 0:
+        raise ValueError(f"probe must be 0 or more, got {FLAGS.probe}")
     if FLAGS.batch < 1 or preset.prompts_per_set < 1 or preset.max_new_tokens < 2:
         raise ValueError(
             "batch and prompts_per_set must be at least 1, max_new_tokens at least 2"
@@ -192,7 +200,6 @@ def measure(
     """Measures every variant and set whose line is not there yet; returns all lines."""
     path = out / "results.jsonl"
     known = {row.get("fingerprint"): row for row in common.read_lines(path)}
-    greedy = setup.cfg.sampling.temperature == 0
     lines = {entry.variant: _line(setup, entry, preset) for entry in entries}
     names = {
         (entry.variant, task): fingerprint(
@@ -232,14 +239,26 @@ def measure(
         for entry, result in zip(missing, results, strict=True):
             report_mismatches(entry.variant, result)
             row = lines[entry.variant] | {"task": task}
-            row |= evaluator.summary(result, entry.method.cfg.tree, greedy)
+            row |= evaluator.summary(result, entry.method.cfg)
+            row |= _probed(setup, entry.method, questions[task], preset)
             name = names[entry.variant, task]
             row |= {"fingerprint": name, "commit": common.commit()}
+            row |= {"jax": jax.__version__}
             common.append_line(path, row)
             known[name] = row
     return [
         known[names[entry.variant, task]] for entry in entries for task in questions
     ]
+
+
+def _probed(
+    setup: Setup, method: Method, questions: list[Question], preset: Preset
+) -> dict[str, Any]:
+    prompts = [evaluator.first_prompt(setup, q) for q in questions[: FLAGS.probe]]
+    if not prompts:
+        return {}
+    found = probe.trees(method, prompts, preset.max_new_tokens, setup.cfg.seed)
+    return found | (probe.costs(method, prompts[0]) if FLAGS.batch == 1 else {})
 
 
 def _line(setup: Setup, entry: Entry, preset: Preset) -> dict[str, Any]:

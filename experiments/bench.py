@@ -24,12 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle_jax import cache as cache_lib
-from eagle_jax import decode, draft, target, train, verify
+from eagle_jax import decode, draft, train, verify
 from eagle_jax.config import DecodeConfig
 from eagle_jax.layers import Params
 from eagle_jax.train import Batch, Features
 from experiments import common, variants
 from experiments.common import Setup
+from experiments.probe import jit_forward
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 15, "Timed rounds.")
@@ -145,13 +146,12 @@ def decoding(setup: Setup) -> list[Part]:
             "plain step, in its loop", call, weights + used, 2.0 * weights / 4, n_steps
         )
     ]
-    forward = jax.jit(_forward, static_argnames="cfg")
     for slots in FLAGS.slots:
         state = fresh(params, plain, slots)
         for n in FLAGS.nodes:
             tokens = jnp.arange(100, 100 + n, dtype=jnp.int32)[None]
             call = functools.partial(
-                forward, setup.target_params, tokens, state.target_cache, endless
+                jit_forward, setup.target_params, tokens, state.target_cache, endless
             )
             name = f"target forward, {n} nodes, {slots} slots"
             parts.append(Part(name, call, weights + used, 2.0 * n * weights / 4))
@@ -312,15 +312,6 @@ def training(setup: Setup) -> list[Part]:
             n * (6.0 * layer * cfg.ttt_steps + teacher + scoring),
         ),
     ]
-
-
-def _forward(params: Params, tokens: jax.Array, cache: Any, cfg: Any) -> jax.Array:
-    """A target forward over nodes that all see each other, down to the argmax."""
-    n = tokens.shape[1]
-    positions = cache.length[:, None] + jnp.arange(n)[None]
-    mask = jnp.tril(jnp.ones((1, n, n), bool))
-    out = target.forward(params, tokens, positions, mask, cache, cfg)
-    return jnp.argmax(target.logits(params, out.top), axis=0)
 
 
 def _read_whole(params: Params) -> int:

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 from absl import app, flags, logging
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
+from eagle_jax import checkpoint, modelconfig, sharding, target, weights
 from eagle_jax import config as config_lib
-from eagle_jax import modelconfig, sharding, target, weights
 from eagle_jax import text as text_lib
 from eagle_jax.config import Config, TargetConfig
 from eagle_jax.layers import Params
@@ -37,6 +37,11 @@ flags.DEFINE_string(
 )
 flags.DEFINE_multi_string("set", [], "field=value, such as tree.depth=6; repeatable.")
 flags.DEFINE_string("out", "out", "Folder for heads, checkpoints and results.")
+flags.DEFINE_bool(
+    "keep_target",
+    False,
+    "Keep the target as it is loaded in the cache; the next start with this flag is quick.",
+)
 flags.DEFINE_string("mesh", "", "Such as data:4,model:2; default: from the devices.")
 
 
@@ -153,20 +158,67 @@ def used_flags() -> str:
 def load_setup(cfg: Config) -> Setup:
     """Loads the target a config names, onto all devices.
 
-    With several devices the weights are read into the host's memory first: one device
-    need not hold them all.
+    With several devices every layer is read into the host's memory, sent to where it
+    belongs, and let go: neither the host nor one device need hold the whole target.
     """
     several = jax.device_count() > 1
     host = jax.local_devices(backend="cpu")[0] if several else None
     with jax.default_device(host):
-        target_cfg, params, text, name = _load_target(cfg)
+        target_cfg, parts, text, name = _open_target(cfg)
         mesh = choose_mesh(cfg, target_cfg)
-        if mesh is not None:
-            n = mesh.shape["model"]
-            target_cfg, params = sharding.pad_heads(params, target_cfg, n)
+        n = mesh.shape["model"] if mesh else 1
+        unpadded, target_cfg = target_cfg, sharding.padded(target_cfg, n)
+
         if cfg.stacked:
-            target_cfg, params = target.stack(params, target_cfg)
-    return Setup(cfg, target_cfg, sharding.place(params, mesh), text, name)
+            target_cfg = dataclasses.replace(target_cfg, stacked=True)
+        kept = _kept_target(target_cfg, name)
+        if FLAGS.keep_target and kept.exists():
+            print(f"target   {kept} is used")
+            params = checkpoint.restore_params(kept, _like(target_cfg, mesh))
+        else:
+            params = _place(parts, unpadded, target_cfg, mesh)
+            if FLAGS.keep_target:
+                checkpoint.save_params(kept, params)
+                print(f"target   kept in {kept}")
+    return Setup(cfg, target_cfg, params, text, name)
+
+
+def _place(
+    parts: Iterator[Params], cfg: TargetConfig, padded: TargetConfig, mesh: Mesh | None
+) -> Params:
+    """Sends every part to where it belongs before the next one is read."""
+    n = mesh.shape["model"] if mesh else 1
+
+    def placed(part: Params) -> Params:
+        return sharding.place(sharding.pad_heads(part, cfg, n)[1], mesh)
+
+    params, layers = placed(next(parts)), map(placed, parts)
+    if padded.stacked:
+        params["layers"] = target.stack_layers(layers, padded.n_layers)
+    else:
+        params["layers"] = list(layers)
+    return params
+
+
+def _kept_target(cfg: TargetConfig, name: str) -> Path:
+    """Names a target as it is loaded: heads may be padded, layers stacked."""
+    form = f"{cfg.dtype}-{cfg.n_kv_heads}-{'stacked' if cfg.stacked else 'layers'}"
+    return weights.default_cache_dir() / "targets" / f"{name}-{form}"
+
+
+def _like(cfg: TargetConfig, mesh: Mesh | None) -> Params:
+    """Shapes and placements of a target's parameters."""
+    shapes: Params = jax.eval_shape(lambda: target.init(jax.random.key(0), cfg))
+    if mesh is None:
+        one = SingleDeviceSharding(jax.devices()[0])
+        where = jax.tree.map(lambda _: one, shapes)
+    else:
+        where = sharding.shardings(shapes, mesh)
+    return jax.tree.map(
+        lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
+        shapes,
+        where,
+    )
 
 
 def choose_mesh(cfg: Config, target_cfg: TargetConfig) -> Mesh | None:
@@ -184,17 +236,18 @@ def choose_mesh(cfg: Config, target_cfg: TargetConfig) -> Mesh | None:
     return mesh
 
 
-def _load_target(cfg: Config) -> tuple[TargetConfig, Params, Text, str]:
+def _open_target(cfg: Config) -> tuple[TargetConfig, Iterator[Params], Text, str]:
     if cfg.target_source == "tiny":
         tiny = importlib.import_module("configs.tiny")
-        return *tiny.load(cfg.dtype, cfg.taps), "tiny"
+        target_cfg, params, text = tiny.load(cfg.dtype, cfg.taps)
+        return target_cfg, iter([params, *params.pop("layers")]), text, "tiny"
     path = weights.resolve(cfg.target_source)
-    target_cfg, params = weights.load_target(path, dtype=cfg.dtype, taps=cfg.taps)
+    target_cfg, parts = weights.open_target(path, dtype=cfg.dtype, taps=cfg.taps)
     text = text_lib.load_text(path)
     target_cfg = _complete(target_cfg, text)
     if ignored := modelconfig.ignored_settings(path):
         print(f"target   generation_config.json is ignored: {', '.join(ignored)}")
-    return target_cfg, params, text, weights.target_hash(path)
+    return target_cfg, parts, text, weights.target_hash(path)
 
 
 def _complete(cfg: TargetConfig, text: Text) -> TargetConfig:

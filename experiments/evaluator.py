@@ -133,8 +133,11 @@ def _decode(
             n_emitted=[int(n) for n in emitted if n >= 0],
             seconds=(ended - prefilled) / len(rows),
             prefill_seconds=(prefilled - began) / len(rows),
+            n_prompt=len(prompt),
         )
-        for row, accepted, emitted in zip(rows, n_accepted, n_emitted, strict=True)
+        for prompt, row, accepted, emitted in zip(
+            prompts, rows, n_accepted, n_emitted, strict=True
+        )
     ]
 
 
@@ -323,8 +326,9 @@ def _node_logits(
     return logits[: cfg.target.n_tokens or None, 0, 0]
 
 
-def summary(result: TaskResult, tree: TreeConfig, greedy: bool) -> dict[str, Any]:
+def summary(result: TaskResult, cfg: DecodeConfig) -> dict[str, Any]:
     """Turns answers into the numbers of a result line; null where there is none."""
+    tree, greedy = cfg.tree, cfg.sampling.temperature == 0
     is_chain = tree.depth > 0 and tree.n_nodes == tree.depth + 1
     ours, plain = result.answers, result.baseline
     fast = metrics.tokens_per_second(ours, with_prefill=False)
@@ -348,6 +352,12 @@ def summary(result: TaskResult, tree: TreeConfig, greedy: bool) -> dict[str, Any
             "baseline_tokens_per_second": slow,
             "speedup": fast / slow,
             "speedup_with_prefill": fast_all / slow_all,
+            "tokens_per_target_gflop": metrics.tokens_per_target_gflop(
+                metrics.tau_pooled(ours),
+                cfg.target,
+                tree.n_nodes,
+                metrics.context(ours),
+            ),
         }
     )
 

@@ -34,9 +34,12 @@ def to_batch(packed: Packed, setup: Setup) -> Batch:
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def _raw(params: Params, batch: Batch, cfg: TargetConfig) -> Float[Array, "B T X"]:
-    """Taps and final-norm output of every token, side by side."""
+    """Taps, final-norm output and next token of every token, side by side."""
     given = train.target_features(params, batch, cfg, TAPS)
-    return jnp.concatenate([given.read, given.top]).transpose(1, 2, 0)
+    token = train.likeliest(params, given.top)
+    # In two parts, because float16 holds whole numbers up to 2048.
+    parts = jnp.stack([token // 2048, token % 2048]).astype(given.top.dtype)
+    return jnp.concatenate([given.read, given.top, parts]).transpose(1, 2, 0)
 
 
 @functools.partial(jax.jit, static_argnames=("width", "head"))
@@ -48,9 +51,10 @@ def given(
 ) -> Features:
     """Picks and scales what a head reads; `width` is the target's."""
     parts = raw.astype(scale.dtype).transpose(2, 0, 1)
-    taps, top = parts[:-width], parts[-width:]
+    taps, top, token = parts[: -width - 2], parts[-width - 2 : -2], parts[-2:]
     read = top if head.reads_top else taps
-    return Features(read=read / scale[:, None, None], top=top)
+    likeliest = (token[0] * 2048 + token[1]).astype(jnp.int32)
+    return Features(read / scale[:, None, None], top, likeliest)
 
 
 class Online:
@@ -79,7 +83,7 @@ class Store:
         t = setup.target_cfg
         name = fingerprint(setup.target_hash, list(t.taps), setup.cfg.dtype)
         self.setup = setup
-        self.width = (len(t.taps) + 1) * t.d_model
+        self.width = (len(t.taps) + 1) * t.d_model + 2
         self.index = folder / f"{name}.jsonl"
         self.path = folder / f"{name}.float16"
         folder.mkdir(parents=True, exist_ok=True)

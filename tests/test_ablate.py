@@ -21,7 +21,7 @@ from absl.testing import flagsaver
 from configs import tiny as tiny_config
 from eagle_jax import text as text_lib
 from eagle_jax import weights
-from eagle_jax.config import DecodeConfig, TargetConfig, TreeConfig
+from eagle_jax.config import DecodeConfig, SamplingConfig, TargetConfig, TreeConfig
 from eagle_jax.data import Question
 from eagle_jax.metrics import Turn
 from eagle_jax.tree import chain
@@ -32,7 +32,8 @@ KEYS = """variant target task questions preset temperature max_new_tokens batch 
 n_prompts n_identical n_near_tie n_looping tau_pooled tau_by_prompt tau_without_loops
 acceptance_by_depth alpha by_prompt baseline_by_prompt tokens_per_second
 baseline_tokens_per_second speedup speedup_with_prefill head n_trainable train_flops
-trained_tokens learning_curve config fingerprint seed device commit""".split()
+trained_tokens learning_curve tokens_per_target_gflop config fingerprint seed device jax
+commit""".split()
 
 
 def results(out: Path) -> list[dict[str, Any]]:
@@ -117,6 +118,21 @@ def test_force_measures_again_and_the_head_is_used_again():
     same = ("fingerprint", "n_identical", "tau_pooled", "acceptance_by_depth", "head")
     new = [[row[key] for key in same] for row in after[-2:]]
     assert new == [[row[key] for key in same] for row in before[:2]]
+
+
+def test_probed_prompts_say_where_nodes_lie_and_what_parts_cost(tmp_path):
+    given = [*drivers.ablate_flags(tmp_path), f"--head={head_folder()}", "--probe=1"]
+    drivers.run("ablate", *given)
+    row = results(tmp_path)[1]
+    assert row["task"] == "say" and row["n_prompts"] == 1  # all of it was probed
+    shape = row["tree_shape"]
+    np.testing.assert_allclose(np.sum(shape["nodes"]), row["tree"]["n_nodes"] - 1)
+    np.testing.assert_allclose(
+        np.sum(shape["accepted"], axis=1), row["acceptance_by_depth"]
+    )
+    n_steps = row["by_prompt"]["steps"][0]
+    assert sum(row["calibration"]["path"]["n"]) == n_steps * 4
+    assert row["draft_cost"] > 0 and row["verify_cost"] > 0
 
 
 def test_bad_input_is_one_line_and_exit_code_1(tmp_path):
@@ -258,7 +274,7 @@ def test_what_a_target_leaves_open_comes_from_its_tokenizer(
     """R115, R505: the end token, and where the padding of the vocabulary begins."""
 
     def completed(cfg: TargetConfig) -> TargetConfig:
-        monkeypatch.setattr(weights, "load_target", lambda *_, **__: (cfg, {}))
+        monkeypatch.setattr(weights, "open_target", lambda *_, **__: (cfg, iter([{}])))
         return common.load_setup(setup.cfg).target_cfg
 
     monkeypatch.setattr(weights, "resolve", lambda _: tmp_path)
@@ -401,7 +417,8 @@ def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(tmp_path):
 
 def result(answers: list[Any], baseline: list[Any]) -> dict[str, Any]:
     task = evaluator.TaskResult(answers, baseline, len(answers), 0, [])
-    return evaluator.summary(task, TreeConfig(width=2, depth=2, n_nodes=4), greedy=True)
+    tree = TreeConfig(width=2, depth=2, n_nodes=4)
+    return evaluator.summary(task, DecodeConfig(tiny.target_config(), tree=tree))
 
 
 def test_numbers_that_do_not_exist_are_null_and_a_dash(capsys):
@@ -457,7 +474,9 @@ def test_a_head_of_hardly_any_accepted_draft_warns(capsys, shares, warns):
 def test_above_temperature_0_identity_is_not_claimed():
     turn = [Turn([1, 2], [0], [1], 1.0, 1.0)]
     task = evaluator.TaskResult([turn], [turn], 1, 0, [])
-    row = evaluator.summary(task, chain(1), greedy=False)
+    warm = SamplingConfig(temperature=1.0)
+    cfg = DecodeConfig(tiny.target_config(), tree=chain(1), sampling=warm)
+    row = evaluator.summary(task, cfg)
     assert row["n_identical"] is None and row["n_near_tie"] is None
 
 

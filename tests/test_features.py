@@ -98,9 +98,11 @@ def test_heads_read_what_they_are_made_for(setup, samples):
     t = setup.target_cfg
     scale = np.full(len(t.taps) * t.d_model, 2.0, np.float32)
     taps = features.given(raw, jax.numpy.asarray(scale), t.d_model, features.TAPS)
-    top = np.asarray(raw)[..., -t.d_model :].transpose(2, 0, 1)
+    top = np.asarray(raw)[..., -t.d_model - 2 : -2].transpose(2, 0, 1)
     np.testing.assert_allclose(taps.top, top)
-    want = np.asarray(raw)[..., : -t.d_model].transpose(2, 0, 1) / 2
+    scores = np.asarray(setup.target_params["head"]) @ top.reshape(t.d_model, -1)
+    np.testing.assert_array_equal(taps.likeliest.reshape(-1), scores.argmax(axis=0))
+    want = np.asarray(raw)[..., : -t.d_model - 2].transpose(2, 0, 1) / 2
     np.testing.assert_allclose(taps.read, want, rtol=1e-6)
     head = dataclasses.replace(features.TAPS, head="eagle1")
     ones = jax.numpy.ones(t.d_model)

@@ -396,6 +396,23 @@ def test_chunks_add_up_to_the_whole(cfg, settings, chunk, monkeypatch):
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
 
 
+def test_a_known_next_token_saves_the_whole_vocabulary_and_changes_nothing():
+    batch = batch_of([A, C], [C, B, C])
+    given = features_of(batch)
+    scores = target.logits(PARAMS["target"], given.top)
+    known = given._replace(likeliest=jnp.argmax(scores, axis=0))
+    inside = jnp.isin(known.likeliest, PARAMS["draft"]["draft_to_target"])
+    flags = train.labels(batch, TRAIN.mask)
+    assert 0 < int((inside & flags).sum()) < int(flags.sum())  # both kinds of labels
+    (loss, info), grads = loss_and_grads(batch)
+    (same, same_info), same_grads = jit_value_and_grad(
+        own_of(SMALL), batch, known, SMALL, TRAIN
+    )
+    np.testing.assert_allclose(same, loss, rtol=1e-6)
+    np.testing.assert_array_equal(same_info.accuracy, info.accuracy)
+    assert_close(same_grads, grads)
+
+
 def test_logits_of_a_whole_batch_never_exist(monkeypatch):
     """R415: compiled for 1024 tokens and 131,072 ids, never run."""
     monkeypatch.setattr(train, "CHUNK", 256)
@@ -501,6 +518,36 @@ def test_accumulation_moves_once_per_so_many_batches():
     cfg = TrainConfig(learning_rate=0.8, warmup=0.0, accumulate=3)
     found = rates(cfg, 2, 6)
     assert [move > 0 for move in found] == [False, False, True] * 2
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_muon_makes_the_steps_of_matrices_orthogonal_and_all_equally_long():
+    cfg = TrainConfig(optimiser="muon", learning_rate=0.5, warmup=0.0, clip_norm=1e9)
+    update = train.optimiser(cfg, 10)
+    own = {name: leaf for name, leaf in own_of(SMALL).items() if name != "head"}
+    rng = np.random.default_rng(0)
+
+    def draw(leaf: jax.Array) -> jax.Array:
+        return jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+
+    grads = jax.tree.map(draw, own | {"head": PARAMS["draft"]["head"]})
+    params = own | {"head": PARAMS["draft"]["head"]}
+    steps, _ = update.update(grads, update.init(params), params)
+    layer = steps["layer"]
+    matrices = [
+        steps["fuse"],
+        layer["wqkv"].reshape(-1, layer["wqkv"].shape[-1]),
+        layer["wo"].reshape(layer["wo"].shape[0], -1),
+        *layer["w_gate_up"],
+        layer["w_down"],
+    ]
+    for step in matrices:
+        sizes = np.linalg.svd(step, compute_uv=False)
+        assert sizes.max() < 2 * sizes.min()  # Newton and Schulz end near 1, not at it
+        rms = np.sqrt(np.mean(np.square(step)))
+        np.testing.assert_allclose(rms, 0.2 * 0.5, rtol=0.3)
+    for adam in (steps["norm"], steps["head"]):
+        np.testing.assert_allclose(np.abs(adam), 0.2 * 0.5, rtol=1e-3)
 
 
 @pytest.mark.usefixtures("usual_promotion")
