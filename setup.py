@@ -7,11 +7,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["eagle_jax", "experiments", "configs"]),
-    package_data={"experiments": ["data/*", "data/questions/*"]},
+    package_data={"experiments": ["data/*", "data/questions/*", "heads/*/*"]},
     install_requires=[
         "jax>=0.7",
         "flax>=0.10",
-        "optax>=0.2.4",
+        "optax>=0.2.7",
         "orbax-checkpoint>=0.11",
         "numpy>=1.26",
         "absl-py>=2.1",

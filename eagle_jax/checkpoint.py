@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from eagle_jax import sharding
 from eagle_jax.layers import Params
 from eagle_jax.train import TrainState
 
@@ -125,8 +126,10 @@ def _first_line(fault: Exception) -> str:
 def _set_aside(manager: ocp.CheckpointManager, step: int) -> Path:
     folder = Path(manager.directory)
     aside = folder.parent / f"unreadable-{step}"
-    if aside.exists():
-        shutil.rmtree(aside)
-    (folder / str(step)).rename(aside)
+    if sharding.is_first():
+        if aside.exists():
+            shutil.rmtree(aside)
+        (folder / str(step)).rename(aside)
+    sharding.wait(f"checkpoint {step} set aside")
     manager.reload()
     return aside

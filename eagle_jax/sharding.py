@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -46,6 +48,7 @@ TABLE: dict[str, tuple[str | None, ...]] = {
     "draft_to_target": (None,),
     **dict.fromkeys(("attn_norm", "mlp_norm", "q_norm", "k_norm", "norm"), (None,)),
     **dict.fromkeys(("embed_norm", "hidden_norm", "input_norm"), (None,)),
+    "ns_coeffs": (None,),  # of Muon
     # Caches and what else a decoding step carries.
     "k": ("data", "model", None, None),
     "v": ("data", "model", None, None),
@@ -213,7 +216,45 @@ def place(tree: T, mesh: Mesh | AbstractMesh | None, fsdp: bool = False) -> T:
     """Moves arrays to where they belong; without a mesh nothing moves."""
     if mesh is None:
         return tree
-    return jax.device_put(tree, shardings(tree, mesh, fsdp))
+
+    def move(leaf: Any, to: NamedSharding) -> Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and jax.process_count() > 1:
+            return jax.jit(lambda keys: keys, out_shardings=to)(leaf)
+        return jax.device_put(leaf, to)
+
+    return jax.tree.map(move, tree, shardings(tree, mesh, fsdp))
+
+
+def to_host(tree: T) -> T:
+    """Fetches arrays as NumPy ones, from the devices of other processes too.
+
+    All processes must call it with the same arrays.
+    """
+
+    def fetch(leaf: Any) -> Any:
+        if leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return np.asarray(leaf)
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.tree.map(fetch, tree)
+
+
+def is_first() -> bool:
+    """Tells whether this process is the one that prints and writes."""
+    return jax.process_index() == 0
+
+
+def wait(for_what: str) -> None:
+    """Lets every process come to this place."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(for_what)
+
+
+def anywhere(flag: bool) -> bool:
+    """Tells whether the flag is set in any process; all must ask."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def constrain(tree: T, like: Any, fsdp: bool = False) -> T:

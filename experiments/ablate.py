@@ -144,8 +144,10 @@ def configure() -> tuple[Config, Preset, list[Variant]]:
         preset = dataclasses.replace(preset, prompts_per_set=FLAGS.prompts_per_set)
     if FLAGS.max_new_tokens:
         preset = dataclasses.replace(preset, max_new_tokens=FLAGS.max_new_tokens)
-    if FLAGS.probe < 0:
-        raise ValueError(f"probe must be 0 or more, got {FLAGS.probe}")
+    if FLAGS.probe < 0 or (FLAGS.probe and jax.process_count() > 1):
+        raise ValueError(
+            f"probe must be 0 or more, and 0 in several processes, got {FLAGS.probe}"
+        )
     if FLAGS.batch < 1 or preset.prompts_per_set < 1 or preset.max_new_tokens < 2:
         raise ValueError(
             "batch and prompts_per_set must be at least 1, max_new_tokens at least 2"
@@ -421,4 +423,4 @@ def _number(x: float | None, digits: int = 2) -> str:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main, alone=False)

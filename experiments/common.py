@@ -42,6 +42,13 @@ flags.DEFINE_bool(
     False,
     "Keep the target as it is loaded in the cache; the next start with this flag is quick.",
 )
+flags.DEFINE_string(
+    "coordinator",
+    "",
+    "HOST:PORT of the first process, if there are several; not needed on Cloud TPU.",
+)
+flags.DEFINE_integer("processes", 1, "Processes that work together; see --coordinator.")
+flags.DEFINE_integer("process", 0, "Number of this one, from 0.")
 flags.DEFINE_string("mesh", "", "Such as data:4,model:2; default: from the devices.")
 
 
@@ -55,8 +62,12 @@ class Setup(NamedTuple):
     target_hash: str
 
 
-def run(main: Callable[[], None]) -> None:
-    """Runs a driver; a fault of the user's input becomes one line and exit code 1."""
+def run(main: Callable[[], None], alone: bool = True) -> None:
+    """Runs a driver; a fault of the user's input becomes one line and exit code 1.
+
+    Args:
+      alone: the driver does not know how to share its work with other processes.
+    """
 
     def guarded(argv: list[str]) -> None:
         if len(argv) > 1:
@@ -65,6 +76,7 @@ def run(main: Callable[[], None]) -> None:
         sys.unraisablehook = _unraisable
         _prepare_jax()
         try:
+            _join_processes(alone)
             main()
         except (ValueError, OSError, FloatingPointError) as fault:
             if os.environ.get("EAGLE_JAX_TRACEBACK"):
@@ -77,6 +89,33 @@ def run(main: Callable[[], None]) -> None:
             )
 
     app.run(guarded)
+
+
+def _join_processes(alone: bool) -> None:
+    """Meets the other processes, if there are any; only the first one goes on printing.
+
+    A TPU slice of several machines names itself; elsewhere the flags say who takes part.
+    """
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    on_slice = len(hosts) > 1 and os.environ.get("JAX_PLATFORMS", "tpu") != "cpu"
+    if FLAGS.coordinator:
+        if not 0 <= FLAGS.process < FLAGS.processes:
+            raise ValueError(
+                f"--process must lie in 0 to --processes - 1, got --process="
+                f"{FLAGS.process} --processes={FLAGS.processes}"
+            )
+        jax.distributed.initialize(FLAGS.coordinator, FLAGS.processes, FLAGS.process)
+    elif FLAGS.processes > 1:
+        raise ValueError("--processes needs --coordinator=HOST:PORT of the first one")
+    elif on_slice:
+        jax.distributed.initialize()
+    if jax.process_count() > 1 and alone:
+        raise ValueError(
+            f"only experiments.ablate works in several processes, these are "
+            f"{jax.process_count()}; run it on one machine"
+        )
+    if not sharding.is_first():
+        sys.stdout = open(os.devnull, "w")
 
 
 def _unraisable(fault: "sys.UnraisableHookArgs") -> None:
@@ -267,7 +306,9 @@ def describe_device() -> str:
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
         kind = f"cpu, {os.cpu_count()} cores"
-    return f"{len(devices)} x {kind}" if len(devices) > 1 else kind
+    several = f"{len(devices)} x {kind}" if len(devices) > 1 else kind
+    n = jax.process_count()
+    return f"{several}, {n} processes" if n > 1 else several
 
 
 def commit() -> str:
@@ -322,9 +363,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def append_line(path: Path, row: dict[str, Any]) -> None:
     """Appends one JSON line, and starts a new line if the file ends in a torn one.
 
+    Of several processes only the first one writes.
+
     Raises:
       OSError: it could not be written; the file is left as it was.
     """
+    if not sharding.is_first():
+        return
     line = (json.dumps(row, allow_nan=False) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:

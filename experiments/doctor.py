@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.table import Table
 
@@ -103,7 +104,7 @@ def diagnose(setup: Setup, head: Head, batch: Batch) -> list[list[Finding]]:
             given = top
         else:
             given = jnp.concatenate([layers[i] for i in wiring.taps])
-        return float(agrees(tied, batch, given, said, wiring.cfg))
+        return agrees(names(tied, batch, given, wiring.cfg), said, batch)
 
     taps = head.taps if head.taps is not None else t.taps
     now = Wiring(head.cfg, taps if head.cfg.head == "eagle3" else ())
@@ -172,36 +173,33 @@ def _features(params: Params, batch: Batch, cfg: TargetConfig) -> tuple[Array, A
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
-def agrees(
-    params: Params,
-    batch: Batch,
-    given: Float[Array, "E B T"],
-    said: Int[Array, "B T"],
-    cfg: DraftConfig,
-) -> Float[Array, ""]:
+def names(
+    params: Params, batch: Batch, given: Float[Array, "E B T"], cfg: DraftConfig
+) -> Int[Array, "I B T"]:
+    """What the head names in every slot and unrolled step, as target ids."""
+
+    def name(out: Float[Array, "D B"]) -> Int[Array, " B"]:
+        scores = draft.logits(params, out[:, :, None], cfg)[..., 0]
+        return draft.to_target(params, jnp.argmax(scores, axis=0)).astype(jnp.int32)
+
+    outs = train.unroll(params, batch, given, cfg, STEPS)
+    by_position = [out.transpose(2, 0, 1) for out in outs]
+    return jnp.stack([jax.lax.map(name, out, batch_size=128).T for out in by_position])
+
+
+def agrees(named: Int[Array, "I B T"], said: Int[Array, "B T"], batch: Batch) -> float:
     """Share of places where head and target name the same next token, over all steps.
 
     Slot t of step i speaks about what follows token t + 1 + i.
     """
-    outs = train.unroll(params, batch, given, cfg, STEPS)
-    n_right, n = jnp.zeros(()), jnp.zeros(())
-    for i, out in enumerate(outs):
-
-        def name(out: Float[Array, "D B"]) -> Int[Array, " B"]:
-            scores = draft.logits(params, out[:, :, None], cfg)[..., 0]
-            return draft.to_target(params, jnp.argmax(scores, axis=0))
-
-        named = jax.lax.map(name, out.transpose(2, 0, 1), batch_size=128).T
-        ahead = 1 + i
-        counts = _inside(batch, ahead)[:, ahead:]
-        right = counts & (named[:, :-ahead] == said[:, ahead:])
-        n_right, n = n_right + right.sum(), n + counts.sum()
-    return n_right / jnp.maximum(n, 1)
-
-
-def _inside(batch: Batch, ahead: int) -> Bool[Array, "B T"]:
-    """Places whose conversation reaches `ahead` tokens back."""
-    return (batch.segments > 0) & (batch.positions >= ahead)
+    named, said = np.asarray(named), np.asarray(said)
+    real, positions = np.asarray(batch.segments) > 0, np.asarray(batch.positions)
+    n_right = n = 0
+    for ahead, own in enumerate(named, 1):
+        counts = (real & (positions >= ahead))[:, ahead:]
+        n_right += int((counts & (own[:, :-ahead] == said[:, ahead:])).sum())
+        n += int(counts.sum())
+    return n_right / max(n, 1)
 
 
 def show(rounds: list[list[Finding]]) -> None:

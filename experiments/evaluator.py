@@ -124,8 +124,8 @@ def _decode(
         _, out = decode.jit_loop(params, state, cfg, max_new_tokens)
         jax.block_until_ready(out)
     ended = time.perf_counter()
+    out = sharding.to_host(out)
     rows = decode.unpack(out)
-    n_accepted, n_emitted = np.asarray(out.n_accepted), np.asarray(out.n_emitted)
     return [
         Turn(
             tokens=row,
@@ -136,7 +136,7 @@ def _decode(
             n_prompt=len(prompt),
         )
         for prompt, row, accepted, emitted in zip(
-            prompts, rows, n_accepted, n_emitted, strict=True
+            prompts, rows, out.n_accepted, out.n_emitted, strict=True
         )
     ]
 
@@ -303,11 +303,12 @@ def near_tie(
     one = _node_logits(params["target"], state, root[None], cfg)
     state = decode.start(params, [context[:-1]] * copies, cfg, 2)
     tree = _node_logits(params["target"], state, jnp.tile(many, (copies, 1)), cfg)
-    best = np.sort(np.asarray(one))
+    one, tree = sharding.to_host((one, tree))
+    best = np.sort(one)
     return Tie(
         at=at,
         gap=float(best[-1] - best[-2]),
-        noise=float(np.max(np.abs(np.asarray(one) - np.asarray(tree)))),
+        noise=float(np.max(np.abs(one - tree))),
     )
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from eagle_jax import decode
+from eagle_jax import decode, heads
 from eagle_jax import text as text_lib
 from eagle_jax.config import DecodeConfig
 from experiments import common, evaluator
@@ -19,7 +19,12 @@ from experiments.common import Setup
 from experiments.evaluator import Method
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("head", "", "Folder of a head; empty decodes plainly.")
+flags.DEFINE_string(
+    "head",
+    "",
+    "Folder of a head; none decodes plainly; default: the shipped one, if it was trained "
+    "for this target.",
+)
 flags.DEFINE_string("prompt", "", "One prompt to answer; empty starts a chat.")
 flags.DEFINE_integer("max_new_tokens", 256, "Most new tokens per answer.")
 flags.DEFINE_bool("color", True, "Show accepted draft tokens in green.")
@@ -33,13 +38,15 @@ def main() -> None:
         raise ValueError(
             f"max_new_tokens must be at least 1, got {FLAGS.max_new_tokens}"
         )
-    if FLAGS.head and not Path(FLAGS.head).exists():
+    if FLAGS.head not in ("", "none") and not Path(FLAGS.head).exists():
         raise ValueError(f"there is no head {FLAGS.head!r}")
     setup = common.load_setup(cfg)
-    if FLAGS.head:
-        method = evaluator.load_method(setup, Path(FLAGS.head))
+    folder = Path(FLAGS.head) if FLAGS.head else shipped(setup)
+    if folder and FLAGS.head != "none":
+        method = evaluator.load_method(setup, folder)
+        print(f"head     {folder}")
     else:
-        print("no --head: plain decoding")
+        print("no head: plain decoding")
         method = Method(
             {"target": setup.target_params},
             DecodeConfig(setup.target_cfg, sampling=setup.cfg.sampling),
@@ -54,6 +61,15 @@ def main() -> None:
         messages.append({"role": "assistant", "content": reply})
         if FLAGS.prompt:
             return
+
+
+def shipped(setup: Setup) -> Path | None:
+    """Returns the head that comes with the project, if it belongs to this target."""
+    folder = common.ROOT / "experiments" / "heads" / "eagle3"
+    if not folder.exists():
+        return None
+    belongs = heads.load_head(folder).meta.get("target_hash") == setup.target_hash
+    return folder if belongs else None
 
 
 def _ask() -> str:

@@ -109,6 +109,10 @@ def plan(
         parts.append(heads.head_hash(start_from))
     name = fingerprint(*parts)
     stored = cfg.train.features == "stored"
+    if stored and jax.process_count() > 1:
+        raise ValueError(
+            "train.features=stored is for one process; in several, leave it at online"
+        )
     features = Store(setup, out / "features") if stored else Online(setup)
     return Job(
         setup=setup,
@@ -165,8 +169,9 @@ def fit(job: Job, retrain: bool = False, fsdp: bool = False) -> Path:
         checkpoint stays.
     """
     setup, cfg = job.setup, job.setup.cfg
-    if retrain and job.folder.exists():
+    if retrain and job.folder.exists() and sharding.is_first():
         shutil.rmtree(job.folder)
+    sharding.wait("old training removed")
     job.folder.mkdir(parents=True, exist_ok=True)
     update = train.optimiser(cfg.train, job.n_steps // cfg.train.accumulate)
     ids = jnp.asarray(job.draft_to_target)
@@ -248,7 +253,7 @@ def fit(job: Job, retrain: bool = False, fsdp: bool = False) -> Path:
             if done % cfg.train.evaluate_every == 0 and done < job.n_steps:
                 found = evaluate(job, state, fixed, scale)
                 append_line(curve, {"step": index, **found})
-            stopping = told_to_stop.is_set() and done < job.n_steps
+            stopping = sharding.anywhere(told_to_stop.is_set()) and done < job.n_steps
             due = done % cfg.train.checkpoint_every == 0
             if due or stopping or done == job.n_steps:
                 # The loss speaks about the parameters before the step, not after.
@@ -306,7 +311,7 @@ def _forget_after(log: Path, step: int) -> None:
     """Drops log lines of steps that will be taken again."""
     rows = read_lines(log)
     kept = [json.dumps(row) + "\n" for row in rows if row["step"] < step]
-    if len(kept) < len(rows):
+    if len(kept) < len(rows) and sharding.is_first():
         scratch = log.with_suffix(".tmp")
         scratch.write_text("".join(kept))
         scratch.replace(log)
@@ -332,7 +337,8 @@ def feature_scale(job: Job) -> jax.Array:
     seen = []
     for _, (_, packed) in zip(range(4), stream, strict=False):
         features = given_of(job, packed, ones)
-        seen.append(np.asarray(features.read, np.float32)[:, packed.segments > 0])
+        read = sharding.to_host(features.read).astype(np.float32)
+        seen.append(read[:, packed.segments > 0])
     scale = np.median(np.abs(np.concatenate(seen, axis=1)), axis=1)
     return jnp.asarray(np.maximum(scale, 1e-3), cfg.dtype)
 
@@ -414,9 +420,10 @@ def export(
         last step, stay.
     """
     setup = job.setup
-    params = dict(state.params) | {"draft_to_target": jnp.asarray(job.draft_to_target)}
+    params: Params = sharding.to_host(state.params)
+    params["draft_to_target"] = job.draft_to_target
     if "fuse" in params:
-        params["fuse"] = params["fuse"] / scale[None].astype(params["fuse"].dtype)
+        params["fuse"] = params["fuse"] / np.asarray(scale, params["fuse"].dtype)
     meta = {
         "target_hash": setup.target_hash,
         "target_dtype": setup.cfg.dtype,
@@ -432,20 +439,22 @@ def export(
         ],
     }
     try:
-        heads.save_head(
-            job.head,
-            job.draft,
-            params,
-            taps=setup.target_cfg.taps,
-            dialect="official"
-            if heads.is_official(job.draft, setup.target_cfg)
-            else "own",
-            meta=meta,
-            target=setup.target_cfg,
-            overwrite=True,
-        )
+        if sharding.is_first():
+            heads.save_head(
+                job.head,
+                job.draft,
+                params,
+                taps=setup.target_cfg.taps,
+                dialect="official"
+                if heads.is_official(job.draft, setup.target_cfg)
+                else "own",
+                meta=meta,
+                target=setup.target_cfg,
+                overwrite=True,
+            )
     except (OSError, safetensors.SafetensorError) as fault:
         raise OSError(
             f"the head could not be written to {job.head}; is the disk full? The "
             f"training is saved: the same command writes it again. {fault}"
         ) from fault
+    sharding.wait("head written")

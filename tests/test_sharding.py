@@ -1,5 +1,6 @@
 """Eight devices must say what one says, and hold only their share of every large array."""
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -119,14 +120,17 @@ jit_train_step = jax.jit(
 
 @functools.cache
 @jax.numpy_dtype_promotion("standard")  # optax mixes kinds of numbers
-def train_on(text: str, fsdp: bool, n_kv_heads: int) -> tuple[list[float], Any]:
+def train_on(
+    text: str, fsdp: bool, n_kv_heads: int, optimiser: Any
+) -> tuple[list[float], Any]:
     """Takes three steps; returns the losses and the last state."""
+    settings = dataclasses.replace(SETTINGS, optimiser=optimiser)
     cfg, params = models(n_kv_heads)
     t, d, own = cfg.target, cfg.draft, params["target"]
     mesh = sharding.make_mesh(text) if text else None
     ids = params["draft"]["draft_to_target"]
-    update = train.optimiser(SETTINGS, 3)
-    state = train.init(jax.random.key(0), own, ids, d, t, SETTINGS, update)
+    update = train.optimiser(settings, 3)
+    state = train.init(jax.random.key(0), own, ids, d, t, settings, update)
     state = sharding.place(state, mesh, fsdp)
     fixed = sharding.place({"embed": own["embed"], "draft_to_target": ids}, mesh)
     if mesh:
@@ -154,7 +158,7 @@ def train_on(text: str, fsdp: bool, n_kv_heads: int) -> tuple[list[float], Any]:
             batch,
             given,
             d,
-            SETTINGS,
+            settings,
             update,
             fsdp,
         )
@@ -163,21 +167,25 @@ def train_on(text: str, fsdp: bool, n_kv_heads: int) -> tuple[list[float], Any]:
 
 
 @pytest.mark.parametrize(
-    ("text", "fsdp", "n_kv_heads"),
+    ("text", "fsdp", "optimiser"),
     [
-        ("data:8,model:1", True, 8),
-        ("data:4,model:2", False, 8),
-        ("data:2,model:4", True, 8),
-        ("data:1,model:8", False, 8),
+        ("data:8,model:1", True, "adamw"),
+        ("data:4,model:2", False, "adamw"),
+        ("data:2,model:4", True, "adamw"),
+        ("data:1,model:8", False, "adamw"),
+        ("data:2,model:4", True, "muon"),
     ],
 )
-def test_a_mesh_trains_with_the_losses_of_one_device(text, fsdp, n_kv_heads):
-    losses, state = train_on(text, fsdp, n_kv_heads)
+def test_a_mesh_trains_with_the_losses_of_one_device(text, fsdp, optimiser):
+    losses, state = train_on(text, fsdp, 8, optimiser)
     # Sums over devices are rounded in another order: float32 keeps 7 digits.
-    np.testing.assert_allclose(losses, train_on("", False, n_kv_heads)[0], rtol=2e-6)
+    alone, _ = train_on("", False, 8, optimiser)
+    np.testing.assert_allclose(losses, alone, rtol=2e-6)
     sizes = sharding.make_mesh(text).shape
     n_parts = sizes["model"] * (sizes["data"] if fsdp else 1)
-    for kept in (state.params, state.opt_state[1][0].mu):
+    mu = state.opt_state[1]
+    mu = mu.inner_states["muon"].inner_state[0].mu if optimiser == "muon" else mu[0].mu
+    for kept in (state.params, mu):
         leaf = kept["layer"]["w_gate_up"]
         assert leaf.addressable_shards[0].data.size * n_parts == leaf.size
 

@@ -443,6 +443,49 @@ def test_logits_of_a_whole_batch_never_exist(monkeypatch):
     assert needed < n * V * 4 / 2  # half of the teacher's logits alone
 
 
+@jax.numpy_dtype_promotion("standard")  # optax mixes kinds of numbers
+def test_memory_of_a_step_is_as_the_guide_says(monkeypatch):
+    """The formula of docs/guide.md, for the default target and head; never run."""
+    monkeypatch.setattr(train, "CHUNK", 256)
+    t = tiny.target_config(vocab_size=49_152, d_model=576, n_layers=1, tied=True)
+    heads = {"n_heads": 9, "n_kv_heads": 3, "head_dim": 64}
+    d = tiny.draft_config(t, vocab_size=8192, d_model=576, d_mlp=1536, **heads)
+    settings, T = TrainConfig(ttt_steps=2), 512
+    update = train.optimiser(settings, 9)
+
+    def prepared() -> Any:
+        own = draft.init(jax.random.key(0), d, t)
+        zero = jnp.zeros((), jnp.int32)
+        embed = jnp.zeros((t.vocab_size, 576))
+        ids = jnp.zeros(d.vocab_size, jnp.int32)
+        tokens = jnp.zeros((1, T), jnp.int32)
+        batch = Batch(tokens, tokens, tokens, tokens > 0)
+        given = train.Features(
+            jnp.zeros((d.feature_size, 1, T)), jnp.zeros((576, 1, T)), tokens
+        )
+        state = train.TrainState(own, update.init(own), zero, zero)
+        return state, {"embed": embed, "draft_to_target": ids}, batch, given
+
+    state, fixed, batch, given = jax.eval_shape(prepared)
+    step = jax.jit(
+        train.train_step,
+        static_argnames=("cfg", "train", "update"),
+        donate_argnames="state",
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    teacher = {"embed": fixed["embed"]}
+    program = step.lower(
+        key, state, fixed, teacher, batch, given, d, settings, update
+    ).compile()
+    analysis: Any = program.memory_analysis()
+    parts = 2.33 * 2 * 9 * T * T + (8 + 24 * 2) * 576 * T
+    parts += 3 * 2 * 256 * 8192 + 3 * 8192 * 576
+    np.testing.assert_allclose(analysis.temp_size_in_bytes, 4 * parts, rtol=0.1)
+    # State is updated in place, so it is there once.
+    n_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    np.testing.assert_allclose(analysis.alias_size_in_bytes, 12 * n_params, rtol=0.01)
+
+
 def test_a_batch_without_labels_has_no_loss_and_no_gradient():
     empty = batch_of([A], [C])
     empty = empty._replace(mask=jnp.zeros_like(empty.mask))  # R408
@@ -543,11 +586,15 @@ def test_muon_makes_the_steps_of_matrices_orthogonal_and_all_equally_long():
     ]
     for step in matrices:
         sizes = np.linalg.svd(step, compute_uv=False)
-        assert sizes.max() < 2 * sizes.min()  # Newton and Schulz end near 1, not at it
+        # Newton and Schulz end near 1, not at it, and a square matrix has sizes near 0.
+        assert np.quantile(sizes, 0.95) < 2 * np.quantile(sizes, 0.05)
         rms = np.sqrt(np.mean(np.square(step)))
         np.testing.assert_allclose(rms, 0.2 * 0.5, rtol=0.3)
     for adam in (steps["norm"], steps["head"]):
-        np.testing.assert_allclose(np.abs(adam), 0.2 * 0.5, rtol=1e-3)
+        first = (
+            0.9 * 0.1 / (1 - 0.9**2) + 1
+        )  # Adam's first step with Nesterov's look ahead
+        np.testing.assert_allclose(np.abs(adam), 0.2 * 0.5 * first, rtol=1e-3)
 
 
 @pytest.mark.usefixtures("usual_promotion")
