@@ -12,6 +12,7 @@ whole program: XLA carries the placement through.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -276,6 +277,40 @@ def whole(x: Array) -> Array:
         return x
     free = NamedSharding(mesh, P(None, P.UNCONSTRAINED, None))
     return jax.lax.with_sharding_constraint(x, free)
+
+
+def by_rows(
+    add_up: Callable[[tuple[Any, ...], tuple[Any, ...]], T],
+    own: tuple[Any, ...],
+    row_axes: tuple[int, ...],
+    shared: tuple[Any, ...],
+) -> T:
+    """Adds up something over the rows of a batch, each group of devices its own rows.
+
+    For what gathers from everywhere in a batch: left to itself the compiler would bring all
+    rows to all devices. Where rows do not divide over `data`, that is what happens.
+
+    Args:
+      add_up: gives sums over the rows in `own`; called once inside the jitted function.
+      own: arrays (or None) with rows.
+      row_axes: the axis of the rows in each of them.
+      shared: what all groups read.
+    """
+    mesh = mesh_of(own)
+    n_groups = mesh.shape["data"] if mesh else 1
+    n_rows = own[0].shape[row_axes[0]]
+    if n_groups == 1 or n_rows % n_groups:
+        return add_up(own, shared)
+    cut = tuple(P(*[None] * axis, "data") for axis in row_axes)
+    summed = jax.shard_map(
+        lambda own, shared: jax.lax.psum(add_up(own, shared), "data"),
+        mesh=mesh,
+        in_specs=(cut, P()),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    return summed(own, shared)
 
 
 def largest(

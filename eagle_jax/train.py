@@ -269,20 +269,29 @@ def _unrolled_loss(
         scale = jnp.asarray(1.0 / flags.size, jnp.float32)
     decay = train.ttt_decay ** jnp.arange(train.ttt_steps, dtype=jnp.float32)
     scoring = {name: params[name] for name in ("norm", "head") if name in params}
-    sums: Any = chunked_loss(
-        draft.trainable(scoring, cfg),
-        jnp.stack([out.reshape(out.shape[0], -1) for out in outs]),
-        scoring,
-        target_params.get("head", target_params["embed"]),
-        params.get("draft_to_target"),
-        given.top.reshape(given.top.shape[0], -1),
-        None if given.likeliest is None else given.likeliest.reshape(-1),
-        flags.reshape(-1),
-        batch.positions.reshape(-1),
-        decay * scale,
-        cfg,
-        train,
-    )
+
+    def score(own: tuple[Any, ...], shared: tuple[Any, ...]) -> Sums:
+        outs, top, likeliest, flags, positions = own
+        scoring, target_head, ids, weights = shared
+        return chunked_loss(
+            draft.trainable(scoring, cfg),
+            outs.reshape(*outs.shape[:2], -1),
+            scoring,
+            target_head,
+            ids,
+            top.reshape(top.shape[0], -1),
+            None if likeliest is None else likeliest.reshape(-1),
+            flags.reshape(-1),
+            positions.reshape(-1),
+            weights,
+            cfg,
+            train,
+        )
+
+    own = jnp.stack(outs), given.top, given.likeliest, flags, batch.positions
+    head = target_params.get("head", target_params["embed"])
+    shared = scoring, head, params.get("draft_to_target"), decay * scale
+    sums = sharding.by_rows(score, own, (2, 1, 0, 0, 0), shared)
     return sums.loss, Metrics(
         loss=sums.loss,
         step_loss=sums.cross_entropy * scale,

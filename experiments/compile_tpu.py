@@ -425,7 +425,7 @@ def count(run: Run, method: str = "EAGLE-3") -> dict[str, Work]:
     local = n_places / (n_data if settings.rows % n_data == 0 else 1)
     layer = _per_chip(own) + _per_chip(reading)
     seen = settings.row_length / 2
-    learn = 6.0 * settings.ttt_steps * (layer * local + _per_chip(lm_head) * n_places)
+    learn = 6.0 * settings.ttt_steps * (layer + _per_chip(lm_head)) * local
     teacher = {"head": params["target"].get("head", embedding)}
     verify_work = target_pass(shape.n_nodes)
     return {
@@ -435,9 +435,9 @@ def count(run: Run, method: str = "EAGLE-3") -> dict[str, Work]:
         "step": propose + verify_work + extend,
         "features": one_pass(everything, local, 2 * t.n_layers + 1, t.d_model)
         + attend(t, t.n_layers, local, int(seen), 1),
-        "train": Work(  # the loss is not cut over data: every group sees all labels
+        "train": Work(
             n_bytes=_per_chip(lm_head) * itemsize * 3 * settings.ttt_steps,
-            flops=learn + 2.0 * _per_chip(teacher) * n_places,
+            flops=learn + 2.0 * _per_chip(teacher) * local,
             n_exchanges=0,
             exchanged=0,
         ),

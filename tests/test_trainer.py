@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -83,6 +84,33 @@ def test_a_killed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path):
     rows = [drivers.read_lines(o / "results.jsonl") for o in (straight, out)]
     ours, theirs = ([[row[key] for key in counts] for row in r] for r in rows)
     assert ours[: len(theirs)] == theirs  # other tests measure the shared head again
+
+
+N_KILLS = int(os.environ.get("EAGLE_JAX_KILLS", "3"))  # 20 in the long form
+
+
+def test_kills_at_random_times_lose_no_finished_checkpoint(tmp_path):
+    """Every step is saved, so kills hit savings as often as steps."""
+    settings = ["--set=train.checkpoint_every=1", "--set=train.supervised_tokens=6000"]
+    straight, out = tmp_path / "straight", tmp_path / "killed"
+    drivers.run("ablate", *drivers.ablate_flags(straight), *settings)
+    r, newest = random.Random(0), 0
+    for _ in range(N_KILLS):
+        process = drivers.start("ablate", *drivers.ablate_flags(out), *settings)
+        wait_for_step(process, out, newest)
+        time.sleep(r.uniform(0, 0.5))
+        assert process.poll() is None, "it was over before it could be killed"
+        process.kill()
+        process.communicate()
+        names = (path.name for path in training_folder(out).glob("checkpoints/*"))
+        finished = [int(name) for name in names if name.isdigit()]
+        assert finished and max(finished) >= newest
+        newest = max(finished)
+    drivers.run("ablate", *drivers.ablate_flags(out), *settings)
+    logs = [training_folder(o) / "log.jsonl" for o in (straight, out)]
+    assert drivers.read_lines(logs[0]) == drivers.read_lines(logs[1])
+    files = [drivers.only(o / "heads") / "model.safetensors" for o in (straight, out)]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_training_reports_loss_speed_and_held_out_accuracy():
