@@ -40,6 +40,7 @@ TABLE: dict[str, tuple[str | None, ...]] = {
     "wo": (None, "model", None),
     "w_gate_up": (None, "model", None),
     "w_down": (None, "model"),
+    "router": (None, None),
     "fc": (None, "model"),
     "fuse": (None, "model"),
     "fc_bias": (None,),

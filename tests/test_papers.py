@@ -7,7 +7,8 @@ import pytest
 
 from eagle_jax import target
 
-NAMES = "vicuna_7b vicuna_13b vicuna_33b llama2_70b llama31_8b llama33_70b".split()
+NAMES = """vicuna_7b vicuna_13b vicuna_33b llama2_70b llama31_8b llama33_70b
+mixtral_8x7b""".split()
 
 
 @pytest.mark.parametrize("name", NAMES)

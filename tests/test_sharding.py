@@ -190,9 +190,11 @@ def test_a_mesh_trains_with_the_losses_of_one_device(text, fsdp, optimiser):
         assert leaf.addressable_shards[0].data.size * n_parts == leaf.size
 
 
+@pytest.mark.parametrize("n_experts", [0, 4])
 @pytest.mark.parametrize("head", ["eagle1", "eagle3", "medusa", "small"])
-def test_the_table_knows_every_parameter(head):
-    t = tiny.target_config(qkv_bias=True, qk_norm=True)
+def test_the_table_knows_every_parameter(head, n_experts):
+    experts = {"n_experts": n_experts, "n_experts_used": 2} if n_experts else {}
+    t = tiny.target_config(qkv_bias=True, qk_norm=True, **experts)
     d = tiny.draft_config(t, head, qkv_bias=True)
     own = jax.eval_shape(lambda: draft.init(jax.random.key(0), d, t))
     shapes = [jax.eval_shape(lambda: target.init(jax.random.key(0), t)), own]
