@@ -32,6 +32,7 @@ setup(
             "pyright",
         ],
         "hub": ["huggingface-hub"],
+        "peers": ["torch", "transformers", "accelerate"],
         "tpu": ["jax[tpu]"],  # with the libtpu that this jax was tested with
     },
 )
