@@ -508,6 +508,7 @@ def optimiser(cfg: TrainConfig, n_steps: int) -> optax.GradientTransformation:
         end_value=cfg.final_learning_rate,
     )
     if cfg.optimiser == "muon":
+        matrices: Any = _matrices
         rule = optax.contrib.muon(
             schedule,
             weight_decay=cfg.weight_decay,
@@ -515,7 +516,7 @@ def optimiser(cfg: TrainConfig, n_steps: int) -> optax.GradientTransformation:
             adam_b2=cfg.beta2,
             adam_weight_decay=cfg.weight_decay,
             adam_learning_rate=lambda count: MUON_RMS * schedule(count),
-            muon_weight_dimension_numbers=_matrices,
+            muon_weight_dimension_numbers=matrices,
             consistent_rms=MUON_RMS,
         )
     else:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 from rich.console import Console
 from rich.table import Table
 
@@ -187,17 +187,19 @@ def names(
     return jnp.stack([jax.lax.map(name, out, batch_size=128).T for out in by_position])
 
 
-def agrees(named: Int[Array, "I B T"], said: Int[Array, "B T"], batch: Batch) -> float:
+def agrees(
+    named: Int[ArrayLike, "I B T"], said: Int[ArrayLike, "B T"], batch: Batch
+) -> float:
     """Share of places where head and target name the same next token, over all steps.
 
     Slot t of step i speaks about what follows token t + 1 + i.
     """
-    named, said = np.asarray(named), np.asarray(said)
+    heads_say, target_says = np.asarray(named), np.asarray(said)
     real, positions = np.asarray(batch.segments) > 0, np.asarray(batch.positions)
     n_right = n = 0
-    for ahead, own in enumerate(named, 1):
+    for ahead, own in enumerate(heads_say, 1):
         counts = (real & (positions >= ahead))[:, ahead:]
-        n_right += int((counts & (own[:, :-ahead] == said[:, ahead:])).sum())
+        n_right += int((counts & (own[:, :-ahead] == target_says[:, ahead:])).sum())
         n += int(counts.sum())
     return n_right / max(n, 1)
 

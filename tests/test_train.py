@@ -400,8 +400,9 @@ def test_a_known_next_token_saves_the_whole_vocabulary_and_changes_nothing():
     batch = batch_of([A, C], [C, B, C])
     given = features_of(batch)
     scores = target.logits(PARAMS["target"], given.top)
-    known = given._replace(likeliest=jnp.argmax(scores, axis=0))
-    inside = jnp.isin(known.likeliest, PARAMS["draft"]["draft_to_target"])
+    likeliest = jnp.argmax(scores, axis=0)
+    known = given._replace(likeliest=likeliest)
+    inside = jnp.isin(likeliest, PARAMS["draft"]["draft_to_target"])
     flags = train.labels(batch, TRAIN.mask)
     assert 0 < int((inside & flags).sum()) < int(flags.sum())  # both kinds of labels
     (loss, info), grads = loss_and_grads(batch)
@@ -448,7 +449,7 @@ def test_memory_of_a_step_is_as_the_guide_says(monkeypatch):
     """The formula of docs/guide.md, for the default target and head; never run."""
     monkeypatch.setattr(train, "CHUNK", 256)
     t = tiny.target_config(vocab_size=49_152, d_model=576, n_layers=1, tied=True)
-    heads = {"n_heads": 9, "n_kv_heads": 3, "head_dim": 64}
+    heads: Any = {"n_heads": 9, "n_kv_heads": 3, "head_dim": 64}
     d = tiny.draft_config(t, vocab_size=8192, d_model=576, d_mlp=1536, **heads)
     settings, T = TrainConfig(ttt_steps=2), 512
     update = train.optimiser(settings, 9)
@@ -575,7 +576,7 @@ def test_muon_makes_the_steps_of_matrices_orthogonal_and_all_equally_long():
 
     grads = jax.tree.map(draw, own | {"head": PARAMS["draft"]["head"]})
     params = own | {"head": PARAMS["draft"]["head"]}
-    steps, _ = update.update(grads, update.init(params), params)
+    steps: Any = update.update(grads, update.init(params), params)[0]
     layer = steps["layer"]
     matrices = [
         steps["fuse"],
@@ -590,10 +591,8 @@ def test_muon_makes_the_steps_of_matrices_orthogonal_and_all_equally_long():
         assert np.quantile(sizes, 0.95) < 2 * np.quantile(sizes, 0.05)
         rms = np.sqrt(np.mean(np.square(step)))
         np.testing.assert_allclose(rms, 0.2 * 0.5, rtol=0.3)
+    first = 0.9 * 0.1 / (1 - 0.9**2) + 1  # Adam's first step, looking ahead (Nesterov)
     for adam in (steps["norm"], steps["head"]):
-        first = (
-            0.9 * 0.1 / (1 - 0.9**2) + 1
-        )  # Adam's first step with Nesterov's look ahead
         np.testing.assert_allclose(np.abs(adam), 0.2 * 0.5 * first, rtol=1e-3)
 
 
