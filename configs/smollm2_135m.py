@@ -24,5 +24,5 @@ def get_config() -> Config:
             rope_theta=10000.0,
         ),
         tree=TreeConfig(width=6, depth=4, n_nodes=16),
-        train=TrainConfig(row_length=768, rows=1),
+        train=TrainConfig(row_length=768, rows=1, optimiser="muon", learning_rate=5e-3),
     )
