@@ -418,7 +418,8 @@ def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(tmp_path):
 def result(answers: list[Any], baseline: list[Any]) -> dict[str, Any]:
     task = evaluator.TaskResult(answers, baseline, len(answers), 0, [])
     tree = TreeConfig(width=2, depth=2, n_nodes=4)
-    return evaluator.summary(task, DecodeConfig(tiny.target_config(), tree=tree))
+    t = tiny.target_config()
+    return evaluator.summary(task, DecodeConfig(t, tiny.draft_config(t), tree))
 
 
 def test_numbers_that_do_not_exist_are_null_and_a_dash(capsys):
@@ -475,7 +476,8 @@ def test_above_temperature_0_identity_is_not_claimed():
     turn = [Turn([1, 2], [0], [1], 1.0, 1.0)]
     task = evaluator.TaskResult([turn], [turn], 1, 0, [])
     warm = SamplingConfig(temperature=1.0)
-    cfg = DecodeConfig(tiny.target_config(), tree=chain(1), sampling=warm)
+    t = tiny.target_config()
+    cfg = DecodeConfig(t, tiny.draft_config(t), chain(1), warm)
     row = evaluator.summary(task, cfg)
     assert row["n_identical"] is None and row["n_near_tie"] is None
 
