@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from eagle_jax import data, sharding, train
 from eagle_jax.config import DraftConfig, TargetConfig, fingerprint
@@ -36,10 +36,13 @@ def to_batch(packed: Packed, setup: Setup) -> Batch:
 def _raw(params: Params, batch: Batch, cfg: TargetConfig) -> Float[Array, "B T X"]:
     """Taps, final-norm output and next token of every token, side by side."""
     given = train.target_features(params, batch, cfg, TAPS)
-    token = train.likeliest(params, given.top)
-    # In two parts, because float16 holds whole numbers up to 2048.
-    parts = jnp.stack([token // 2048, token % 2048]).astype(given.top.dtype)
-    return jnp.concatenate([given.read, given.top, parts]).transpose(1, 2, 0)
+    token = digits(train.likeliest(params, given.top)).astype(given.top.dtype)
+    return jnp.concatenate([given.read, given.top, token]).transpose(1, 2, 0)
+
+
+def digits(token: Int[Array, "B T"]) -> Int[Array, "3 B T"]:
+    """Writes token ids to base 128: bfloat16 holds whole numbers up to 256 only."""
+    return jnp.stack([token // 128**2, token // 128 % 128, token % 128])
 
 
 @functools.partial(jax.jit, static_argnames=("width", "head"))
@@ -50,10 +53,11 @@ def given(
     head: DraftConfig,
 ) -> Features:
     """Picks and scales what a head reads; `width` is the target's."""
-    parts = raw.astype(scale.dtype).transpose(2, 0, 1)
-    taps, top, token = parts[: -width - 2], parts[-width - 2 : -2], parts[-2:]
+    parts = raw[..., :-3].astype(scale.dtype).transpose(2, 0, 1)
+    taps, top = parts[:-width], parts[-width:]
+    high, middle, low = raw[..., -3:].astype(jnp.int32).transpose(2, 0, 1)
     read = top if head.reads_top else taps
-    likeliest = (token[0] * 2048 + token[1]).astype(jnp.int32)
+    likeliest = (high * 128 + middle) * 128 + low
     return Features(read / scale[:, None, None], top, likeliest)
 
 
@@ -81,9 +85,10 @@ class Store:
 
     def __init__(self, setup: Setup, folder: Path):
         t = setup.target_cfg
-        name = fingerprint(setup.target_hash, list(t.taps), setup.cfg.dtype)
         self.setup = setup
-        self.width = (len(t.taps) + 1) * t.d_model + 2
+        self.width = (len(t.taps) + 1) * t.d_model + 3
+        parts = setup.target_hash, list(t.taps), setup.cfg.dtype, self.width
+        name = fingerprint(*parts)
         self.index = folder / f"{name}.jsonl"
         self.path = folder / f"{name}.float16"
         folder.mkdir(parents=True, exist_ok=True)

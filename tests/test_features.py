@@ -4,6 +4,7 @@ import dataclasses
 
 import drivers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
@@ -98,12 +99,22 @@ def test_heads_read_what_they_are_made_for(setup, samples):
     t = setup.target_cfg
     scale = np.full(len(t.taps) * t.d_model, 2.0, np.float32)
     taps = features.given(raw, jax.numpy.asarray(scale), t.d_model, features.TAPS)
-    top = np.asarray(raw)[..., -t.d_model - 2 : -2].transpose(2, 0, 1)
+    top = np.asarray(raw)[..., -t.d_model - 3 : -3].transpose(2, 0, 1)
     np.testing.assert_allclose(taps.top, top)
     scores = np.asarray(setup.target_params["head"]) @ top.reshape(t.d_model, -1)
     np.testing.assert_array_equal(taps.likeliest.reshape(-1), scores.argmax(axis=0))
-    want = np.asarray(raw)[..., : -t.d_model - 2].transpose(2, 0, 1) / 2
+    want = np.asarray(raw)[..., : -t.d_model - 3].transpose(2, 0, 1) / 2
     np.testing.assert_allclose(taps.read, want, rtol=1e-6)
     head = dataclasses.replace(features.TAPS, head="eagle1")
     ones = jax.numpy.ones(t.d_model)
     np.testing.assert_allclose(features.given(raw, ones, t.d_model, head).read, top)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_token_ids_survive_every_type_of_features(dtype):
+    ids = jnp.asarray([[0, 127, 128, 257], [2049, 49_151, 128_255, 151_935]])
+    raw = jnp.concatenate([jnp.ones((8, 2, 4)), features.digits(ids).astype("float32")])
+    raw = raw.transpose(1, 2, 0).astype(dtype)
+    ones = jnp.ones(4, "bfloat16")
+    found = features.given(raw, ones, 4, features.TAPS)
+    np.testing.assert_array_equal(found.likeliest, ids)

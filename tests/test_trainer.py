@@ -171,8 +171,8 @@ class Steps:
         self.bad_loss = self.bad_params = -1
 
     def raw(self, packed: Packed) -> jax.Array:
-        """Taps of 96 channels, final-norm output of 32, next token in two numbers."""
-        return jnp.full((*packed.tokens.shape, 130), 4.0)
+        """Taps of 96 channels, final-norm output of 32, next token in three numbers."""
+        return jnp.full((*packed.tokens.shape, 131), 4.0)
 
     def step(self, _key: Any, state: train.TrainState, *_: Any) -> Any:
         k = int(state.step)
