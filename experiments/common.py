@@ -207,7 +207,6 @@ def load_setup(cfg: Config) -> Setup:
         mesh = choose_mesh(cfg, target_cfg)
         n = mesh.shape["model"] if mesh else 1
         unpadded, target_cfg = target_cfg, sharding.padded(target_cfg, n)
-
         if cfg.stacked:
             target_cfg = dataclasses.replace(target_cfg, stacked=True)
         kept = _kept_target(target_cfg, name)

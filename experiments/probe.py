@@ -28,10 +28,12 @@ def trees(
 ) -> dict[str, Any]:
     """Returns `metrics.calibration` and `metrics.tree_shape` of these prompts' steps."""
     params, cfg, _ = method
+    if cfg.tree.n_nodes == 1:
+        return {}
     infos = []
     for prompt in prompts:
         infos += decode.trace(params, [prompt], cfg, max_new_tokens, seed)[1]
-    if cfg.tree.n_nodes == 1 or not infos:
+    if not infos:
         return {}
     drafted = metrics.drafts(infos)
     found: dict[str, Any] = {"tree_shape": metrics.tree_shape(drafted)}
