@@ -25,7 +25,7 @@ class KVCache(NamedTuple):
     """
 
     k: tuple[Float[Array, "B K C S"], ...] | Float[Array, "L B K C S"]
-    v: tuple[Float[Array, "B K C S"], ...] | Float[Array, "L B K C S"]
+    v: tuple[Float[Array, "B K S C"], ...] | Float[Array, "L B K S C"]
     length: Int[Array, " B"]
 
     @property
@@ -43,16 +43,16 @@ def init(
     stacked: bool = False,
 ) -> KVCache:
     """Returns an empty cache."""
-    shape = (rows, n_kv_heads, head_dim, slots)
-    if stacked:
-        return KVCache(
-            k=jnp.zeros((n_layers, *shape), dtype),
-            v=jnp.zeros((n_layers, *shape), dtype),
-            length=jnp.zeros((rows,), jnp.int32),
-        )
+
+    def zeros(*shape: int) -> Any:
+        if stacked:
+            return jnp.zeros((n_layers, rows, n_kv_heads, *shape), dtype)
+        one = (rows, n_kv_heads, *shape)
+        return tuple(jnp.zeros(one, dtype) for _ in range(n_layers))
+
     return KVCache(
-        k=tuple(jnp.zeros(shape, dtype) for _ in range(n_layers)),
-        v=tuple(jnp.zeros(shape, dtype) for _ in range(n_layers)),
+        k=zeros(head_dim, slots),
+        v=zeros(slots, head_dim),
         length=jnp.zeros((rows,), jnp.int32),
     )
 
@@ -74,40 +74,41 @@ def append(
     committed slots without a word.
     """
     if isinstance(new, KV):  # stacked
-
-        def write(old: Any, layers: Array) -> Array:
-            return jax.vmap(_write, (0, 0, None))(old, layers, cache.length)
-
-        return KVCache(
-            write(cache.k, new.k), write(cache.v, new.v), cache.length + count
-        )
+        write = jax.vmap(_write, (0, 0, None))
+        k, v = write(KV(cache.k, cache.v), new, cache.length)
+        return KVCache(k, v, cache.length + count)
+    layers = zip(cache.k, cache.v, new, strict=True)
+    written = [_write(KV(k, v), n, cache.length) for k, v, n in layers]
     return KVCache(
-        k=tuple(
-            _write(c, n.k, cache.length) for c, n in zip(cache.k, new, strict=True)
-        ),
-        v=tuple(
-            _write(c, n.v, cache.length) for c, n in zip(cache.v, new, strict=True)
-        ),
+        k=tuple(kv.k for kv in written),
+        v=tuple(kv.v for kv in written),
         length=cache.length + count,
     )
 
 
-def _write(
-    old: Float[Array, "B K C S"], new: Float[Array, "B K C T"], start: Int[Array, " B"]
-) -> Float[Array, "B K C S"]:
-    new = new.astype(old.dtype)
-    if old.shape[0] == 1:  # a plain slice update, which compilers do in place
-        return jax.lax.dynamic_update_slice(old, new, (0, 0, 0, start[0]))
-    return jax.vmap(lambda o, n, s: jax.lax.dynamic_update_slice(o, n, (0, 0, s)))(
-        old, new, start
-    )
+def _write(old: KV, new: KV, start: Int[Array, " B"]) -> KV:
+    """Writes one layer's block from slot `start` of each row on."""
+    if len(start) == 1:  # a plain slice update, which compilers do in place
+        return put(old, new, start[0])
+    rows = jax.tree.map(lambda leaf: leaf[:, None], (old, new))
+    return jax.tree.map(lambda leaf: leaf[:, 0], jax.vmap(put)(*rows, start))
+
+
+def put(old: KV, new: KV, at: Int[Array, ""]) -> KV:
+    """Writes a block into the same slots of all rows, from slot `at` on."""
+    k = jax.lax.dynamic_update_slice(old.k, new.k.astype(old.k.dtype), (0, 0, 0, at))
+    v = jax.lax.dynamic_update_slice(old.v, new.v.astype(old.v.dtype), (0, 0, at, 0))
+    return KV(k, v)
 
 
 def take(new: tuple[KV, ...] | KV, path: Int[Array, "B M"]) -> tuple[KV, ...] | KV:
     """Picks the tokens at `path` out of each layer's new keys and values, row by row."""
-    index = path[:, None, None, :]
+    B, M = path.shape
 
-    def pick(leaf: Array) -> Array:
-        return jnp.take_along_axis(leaf, index[(None,) * (leaf.ndim - 4)], -1)
+    def pick(kv: KV) -> KV:
+        lead = (1,) * (kv.k.ndim - 4)  # stacked layers
+        k = jnp.take_along_axis(kv.k, path.reshape(*lead, B, 1, 1, M), -1)
+        v = jnp.take_along_axis(kv.v, path.reshape(*lead, B, 1, M, 1), -2)
+        return KV(k, v)
 
-    return jax.tree.map(pick, new)
+    return pick(new) if isinstance(new, KV) else tuple(map(pick, new))

@@ -484,9 +484,10 @@ def grow(
     )
     if n_levels == 0:
         return first
-    shape = (B, cfg.n_kv_heads, cfg.head_dim, n_levels * W)
+    rows = B, cfg.n_kv_heads
+    keys = jnp.zeros((*rows, cfg.head_dim, n_levels * W), cfg.dtype)
+    values = jnp.zeros((*rows, n_levels * W, cfg.head_dim), cfg.dtype)
     hidden = feed_back(params, state.hidden[:, :, None], cfg)
-    nothing = KV(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
     frontier = _Frontier(
         tokens=first.tokens,
         above=jnp.broadcast_to(root[:, None], (B, W)),
@@ -494,7 +495,7 @@ def grow(
         log_value=first.log_value,
         number=jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (B, W)),
         visible=jnp.zeros((B, W, n_levels * W), bool),
-        scratch=(nothing,) * len(state.cache.k),
+        scratch=(KV(keys, values),) * len(state.cache.k),
     )
     cache = state.cache
     past = cache_lib.committed(cache, W)
@@ -506,12 +507,7 @@ def grow(
         scratch = list(at.scratch)
 
         def look(j: int, kv: KV) -> tuple[Segment, ...]:
-            scratch[j] = KV(
-                *(
-                    jax.lax.dynamic_update_slice(old, new, (0, 0, 0, i * W))
-                    for old, new in zip(scratch[j], kv, strict=True)
-                )
-            )
+            scratch[j] = cache_lib.put(scratch[j], kv, i * W)
             drafted = Segment(*scratch[j], visible)
             return Segment(cache.k[j], cache.v[j], past), drafted
 

@@ -1,7 +1,8 @@
 """Array maths of one decoder block, shared by target and draft.
 
 Activations are `[D, B, T]`: all matrices are `[out, in]` and multiply from the left. Keys
-and values live as `[B, K, C, S]`, the form in which one query row reads them fastest.
+live as `[B, K, C, S]` and values as `[B, K, S, C]`: both are then the right side of a plain
+product, which CPUs read several times faster than a transposed one.
 Attention takes several *segments* of keys (the committed cache, the new tokens, a tree's
 scratch) under one softmax, so that nothing has to be copied together first.
 """
@@ -23,7 +24,7 @@ class Segment(NamedTuple):
     """Keys and values with the mask that says which queries may look at which slots."""
 
     k: Float[Array, "B K C S"]
-    v: Float[Array, "B K C S"]
+    v: Float[Array, "B K S C"]
     mask: Bool[Array, "B T S"]
 
 
@@ -94,7 +95,7 @@ class KV(NamedTuple):
     """Keys (rotated) and values of the tokens of one forward, for one layer."""
 
     k: Float[Array, "B K C T"]
-    v: Float[Array, "B K C T"]
+    v: Float[Array, "B K T C"]
 
 
 def attention(
@@ -133,10 +134,10 @@ def attention(
     shares = [(w / total).astype(q.dtype) for w in weights]
     out = jnp.zeros((), q.dtype)
     for p, (_, v, _) in zip(shares, segments, strict=False):
-        mixed = product(p.reshape(B, K, -1, p.shape[-1]), v, (((3,), (3,)), batch))
+        mixed = product(p.reshape(B, K, -1, p.shape[-1]), v, (((3,), (2,)), batch))
         out = out + mixed.reshape(grouped.shape)
     for p, (_, v) in zip(shares[len(segments) :], own, strict=True):
-        out = out + einsum("BKGT,BKCT->BKGTC", p[..., 0], v)
+        out = out + einsum("BKGT,BKTC->BKGTC", p[..., 0], v)
     return out.transpose(1, 2, 4, 0, 3).reshape(H, C, B, T)
 
 
@@ -199,7 +200,7 @@ def project(
         q = _channel_norm(q, params["q_norm"], eps)
         k = _channel_norm(k, params["k_norm"], eps)
     q, k = rotate(q, positions, speed), rotate(k, positions, speed)
-    return q, KV(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3))
+    return q, KV(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1))
 
 
 def _channel_norm(

@@ -234,14 +234,14 @@ def drafting(
         return verify.walk(drafted, sampled, tree.depth)
 
     parts.append(Part("verify walk", lambda: judge(scores), scores.nbytes))
-    new = jax.tree.map(
-        lambda old: jnp.ones((*old.shape[:-1], n_new), old.dtype), state.target_cache.k
-    )
     caches = [jax.tree.map(jnp.copy, state.target_cache) for _ in range(2)]
     commit = jax.jit(
         lambda cache, kv: cache_lib.append(cache, kv, count), donate_argnums=0
     )
-    pairs = tuple(cache_lib.KV(k, k) for k in new)
+    new = cache_lib.init(
+        t.n_layers, 1, t.n_kv_heads, t.head_dim, n_new, t.dtype, t.stacked
+    )
+    pairs = tuple(map(cache_lib.KV, new.k, new.v))
 
     def write() -> Any:  # in place, again and again at the same slots
         caches[0] = commit(caches[0], pairs)

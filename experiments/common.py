@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -132,7 +133,11 @@ def _one_line(fault: Exception) -> str:
 
 
 def _prepare_jax() -> None:
-    """Keeps compiled programs on disk, so that a second start is quick."""
+    """Keeps compiled programs on disk, so that a second start is quick.
+
+    One that a kill has torn is compiled anew; nobody has to hear of it at every start.
+    """
+    warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
     folder = weights.default_cache_dir() / "xla"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ flags.DEFINE_integer("max_new_tokens", 384, "Most tokens of an answer.")
 flags.DEFINE_integer("max_prompt_tokens", 120, "Drop longer prompts.")
 flags.DEFINE_integer("min_tokens", 8, "Drop shorter answers.")
 flags.DEFINE_bool("keep_cut", True, "Keep answers cut at --max_new_tokens.")
-flags.DEFINE_integer("batch", 16, "Conversations decoded together.")
+flags.DEFINE_integer("batch", 32, "Conversations decoded together.")
 flags.DEFINE_string(
     "head", "", "Folder of a head to draft with; empty decodes plainly."
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax import data, decode, metrics
@@ -29,9 +30,10 @@ from experiments import common
 from experiments.common import Progress, Setup
 from experiments.evaluator import Method
 
-STEPS = 16  # steps between two looks at which rows have ended
+STEPS = 8  # steps between two looks at which rows have ended
+HEADS = 8  # beginnings of prompts whose prefill is kept
 LONG_LOOP = 96  # tokens after which a loop is taken to have no end
-CHUNK = 64  # prompt tokens per prefill call; chat prompts are short
+CHUNK = 32  # prompt tokens per prefill call; what users ask is short
 PATIENCE = 256  # answers dropped in a row before the run gives up
 # Of prompts: few wrong words without the sort of a nucleus. Answers have the target's law.
 PROMPT_SAMPLING = SamplingConfig(temperature=1.0, min_p=0.02)
@@ -57,7 +59,7 @@ class Settings:
     max_prompt_tokens: int = 120
     min_tokens: int = 8
     keep_cut: bool = True
-    batch: int = 16
+    batch: int = 32
 
     def __post_init__(self) -> None:
         names = ("answer_tokens", "max_new_tokens", "max_prompt_tokens", "batch")
@@ -84,7 +86,7 @@ class Settings:
         """
         needed = self.max_prompt_tokens + self.max_new_tokens + depth
         slots = min(decode.bucket(needed), max_len)
-        padded = -(-self.max_prompt_tokens // CHUNK) * CHUNK
+        padded = self.max_prompt_tokens + CHUNK  # the last chunk is written whole
         if max(needed, padded) > slots:
             raise ValueError(
                 f"no room: max_prompt_tokens={self.max_prompt_tokens}, "
@@ -96,19 +98,24 @@ class Settings:
 
 
 class Prompt(NamedTuple):
-    """A user's turn, perhaps after a system turn, and the ids of the rendered prompt."""
+    """A user's turn, perhaps after a system turn, and the ids of the rendered prompt.
+
+    The first `n_shared` of them are the same for all users under this system turn.
+    """
 
     messages: list[Message]
     ids: list[int]
     source: str
+    n_shared: int
 
 
 class Job(NamedTuple):
-    """A prompt to continue. Its tokens depend on these ids and this seed alone."""
+    """A prompt to continue. Its tokens depend on the ids, n_shared and the seed alone."""
 
     number: int
     ids: list[int]
     seed: int
+    n_shared: int = 0
 
 
 class _Row(NamedTuple):
@@ -132,13 +139,19 @@ def continue_all(
     state = decode.jit_empty(decode.row_keys(0, batch), cfg, slots)
     rows: list[_Row | None] = [None] * batch
     begun: tuple[list[int], DecodeState] | None = None
+    heads: dict[tuple[int, ...], DecodeState] = {}
     while True:
         for b in range(batch):
             job = None if rows[b] else next(jobs, None)
             if job is None:
                 continue
             if begun is None or begun[0] != job.ids:  # many draws may share a prompt
-                begun = job.ids, begin(params, job.ids, cfg, slots)
+                head = tuple(job.ids[: job.n_shared])
+                if head and head not in heads:
+                    if len(heads) == HEADS:
+                        heads.clear()
+                    heads[head] = begin(params, list(head), cfg, slots)
+                begun = job.ids, begin(params, job.ids, cfg, slots, heads.get(head))
             part = begun[1]._replace(keys=decode.row_keys(job.seed, 1))
             state = decode.jit_replace_row(state, part, b)
             rows[b] = _Row(job, [])
@@ -165,18 +178,30 @@ def continue_all(
                 yield row.job, row.tokens[:max_new_tokens]
 
 
-def begin(params: Params, ids: list[int], cfg: DecodeConfig, slots: int) -> DecodeState:
+def begin(
+    params: Params,
+    ids: list[int],
+    cfg: DecodeConfig,
+    slots: int,
+    head: DecodeState | None = None,
+) -> DecodeState:
     """Prefills one row with all ids but the last, which becomes the root.
 
     So no draw is made yet, and one prefill serves any number of keys.
+
+    Args:
+      head: what this returned for some first ids, if it was asked; it stays usable.
     """
+    if head is None:
+        state, start = decode.jit_empty(decode.row_keys(0, 1), cfg, slots), 0
+    else:
+        state = jax.tree.map(jnp.copy, head)
+        start = int(head.target_cache.length[0])
     n = len(ids) - 1
-    fed = np.zeros(
-        (2, -(-n // CHUNK) * CHUNK), np.int32
-    )  # tokens, and those after them
+    room = start + -(-(n - start) // CHUNK) * CHUNK
+    fed = np.zeros((2, room), np.int32)  # tokens, and those after them
     fed[:, :n] = ids[:-1], ids[1:]
-    state = decode.jit_empty(decode.row_keys(0, 1), cfg, slots)
-    for at in range(0, n, CHUNK):
+    for at in range(start, n, CHUNK):
         tokens, following = fed[:, None, at : at + CHUNK]
         count = np.asarray([min(n - at, CHUNK)], np.int32)
         state = decode.jit_prefill(params, state, tokens, following, count, cfg)
@@ -191,16 +216,19 @@ def seed_of(seed: int, kind: str, number: int) -> int:
 # Prompts.
 
 
-def user_prefix(text: Text) -> tuple[list[int], int]:
+def user_prefix(text: Text, before: list[Message]) -> tuple[list[int], int]:
     """Returns the ids of the template before a user's text, and the id that closes it.
+
+    Args:
+      before: the system turn, if there is one.
 
     Raises:
       ValueError: the template shows no text of the user, begins with it, or closes it
         without a special token.
     """
     marker = "\ue000"  # private use: no template writes or trims it
-    message = {"role": "user", "content": marker}
-    string = text_lib.render(text, [message], add_generation_prompt=False)
+    messages = [*before, _user(marker)]
+    string = text_lib.render(text, messages, add_generation_prompt=False)
     head, _, tail = string.partition(marker)
     ids = text_lib.encode(text, head)
     closing = text_lib.encode(text, tail.lstrip())[:1]
@@ -227,7 +255,7 @@ def write_prompts(
     (Magpie, arXiv:2406.08464). First come those in the file at `path`, to which all new
     ones are appended.
     """
-    prefix, closing = user_prefix(setup.text)
+    prefix, closing = user_prefix(setup.text, [])
     t = setup.target_cfg
     t = dataclasses.replace(t, eos_ids=(*t.eos_ids, closing))
     cfg = DecodeConfig(t, sampling=PROMPT_SAMPLING)
@@ -363,6 +391,7 @@ class Prompts:
         self.vocab_size = setup.target_cfg.vocab_size
         self.known: list[Prompt] = []
         self.dropped: collections.Counter[str] = collections.Counter()
+        self.heads: dict[str, list[int]] = {}
         self.seen = {
             _plain(question.turns[0]): "prompt of the evaluation"
             for asked in data.read_questions(EVALUATION).values()
@@ -393,9 +422,21 @@ class Prompts:
                         f"{describe(self.dropped)}"
                     )
             else:
-                self.known.append(Prompt(messages, ids, source))
+                n = self._shared(messages[:-1], ids)
+                self.known.append(Prompt(messages, ids, source, n))
                 in_a_row = 0
         return self.known[number]
+
+    def _shared(self, before: list[Message], ids: list[int]) -> int:
+        """Counts the ids in front of the user's text, which need one prefill for all."""
+        name = json.dumps(before)
+        if name not in self.heads:
+            try:
+                self.heads[name] = user_prefix(self.text, before)[0]
+            except ValueError:  # an unusual template: every prompt is prefilled whole
+                self.heads[name] = []
+        head = self.heads[name]
+        return len(head) if ids[: len(head)] == head and len(head) < len(ids) else 0
 
     def _check(self, messages: list[Message]) -> tuple[list[int], str]:
         name = " / ".join(_plain(message["content"]) for message in messages)
@@ -563,9 +604,8 @@ class Writer:
             prompt = self.prompts.at(number)
             if prompt is None:
                 return
-            yield Job(
-                number, prompt.ids, seed_of(self.setup.cfg.seed, "answer", number)
-            )
+            seed = seed_of(self.setup.cfg.seed, "answer", number)
+            yield Job(number, prompt.ids, seed, prompt.n_shared)
 
     def _judge(
         self, job: Job, tokens: list[int], temperature: float

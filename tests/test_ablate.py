@@ -80,6 +80,22 @@ def test_the_command_it_ends_with_answers_a_prompt():
     assert text and "\033" not in text
 
 
+def test_a_torn_compiled_program_is_compiled_anew_without_a_word():
+    given = [*drivers.target_flags(), "--prompt=Count from 3.", "--max_new_tokens=4"]
+    given += ["--head=none", "--nocolor"]
+    said = drivers.run("generate", *given)
+    programs = (drivers.home() / "cache" / "xla").glob("jit_prefill*")
+    whole = {path: path.read_bytes() for path in programs}
+    for path, content in whole.items():
+        path.write_bytes(content[:-20])
+    process = drivers.start("generate", *given)
+    out, err = process.communicate(timeout=300)
+    for path, content in whole.items():  # it is never replaced
+        path.write_bytes(content)
+    assert whole and process.returncode == 0 and err == ""
+    assert out.rsplit("\n[", 1)[0] == said.rsplit("\n[", 1)[0]
+
+
 def test_check_describes_the_head():
     said = drivers.run("convert", f"--check={head_folder()}")
     assert "eagle3 head, midlayer layout" in said

@@ -1,7 +1,5 @@
 """`cache`: what is committed stays, in order, and rows do not meet."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +14,11 @@ append = jax.jit(cache.append)
 
 def block(seed: int, rows: int) -> tuple[KV, ...]:
     rng = np.random.default_rng(seed)
-    draw = functools.partial(rng.normal, size=(rows, K, C, T))
-    return tuple(KV(jnp.asarray(draw()), jnp.asarray(draw())) for _ in range(2))
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=(rows, K, *shape)))
+
+    return tuple(KV(draw(C, T), draw(T, C)) for _ in range(2))
 
 
 @pytest.mark.parametrize("rows", [1, B])
@@ -42,7 +43,7 @@ def test_append_equals_a_list_append(rows):
                 np.testing.assert_array_equal(got, want)
                 old = int(before.length[b])
                 np.testing.assert_array_equal(
-                    at.v[layer][b, :, :, :old], before.v[layer][b, :, :, :old]
+                    at.v[layer][b, :, :old], before.v[layer][b, :, :old]
                 )
 
 
@@ -54,10 +55,11 @@ def test_values_go_where_keys_go():
     assert at.length.tolist() == [6, 3, 1]
     for b, start in enumerate([5, 2, 0]):
         for layer in range(2):
-            for got, new in zip(
-                (at.k[layer], at.v[layer]), block(2, B)[layer], strict=True
-            ):
-                np.testing.assert_array_equal(got[b, :, :, start], new[b, :, :, 0])
+            new = block(2, B)[layer]
+            np.testing.assert_array_equal(
+                at.k[layer][b, :, :, start], new.k[b, :, :, 0]
+            )
+            np.testing.assert_array_equal(at.v[layer][b, :, start], new.v[b, :, 0])
 
 
 def test_committed_marks_the_slots_below_each_length():
@@ -80,9 +82,9 @@ def test_take_picks_the_accepted_path_row_by_row():
     new = block(4, 2)
     path = jnp.asarray([[0, 3, 0], [0, 1, 4]])
     for got, old in zip(cache.take(new, path), new, strict=True):
-        for x, y in zip(got, old, strict=True):
-            for b in range(2):
-                np.testing.assert_array_equal(x[b], y[b][:, :, path[b]])
+        for b in range(2):
+            np.testing.assert_array_equal(got.k[b], old.k[b][:, :, path[b]])
+            np.testing.assert_array_equal(got.v[b], old.v[b][:, path[b]])
 
 
 def test_a_cache_without_layers_has_no_slots():

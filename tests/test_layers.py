@@ -65,7 +65,7 @@ def test_a_block_equals_the_reference(kind):
         tolerance = 1e-5 if b == 0 else 2e-3
         np.testing.assert_allclose(out[:, b].T, want, atol=tolerance)
         np.testing.assert_allclose(kv.k[b].transpose(2, 0, 1), k, atol=tolerance)
-        np.testing.assert_allclose(kv.v[b].transpose(2, 0, 1), v, atol=1e-5)
+        np.testing.assert_allclose(kv.v[b].transpose(1, 0, 2), v, atol=1e-5)
 
 
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
@@ -111,11 +111,11 @@ def test_segments_are_one_softmax():
     rng = np.random.default_rng(4)
     q = jnp.asarray(rng.normal(size=(4, 8, 2, T)), jnp.float32)
     k = jnp.asarray(rng.normal(size=(2, 2, 8, 10)), jnp.float32)
-    v = jnp.asarray(rng.normal(size=(2, 2, 8, 10)), jnp.float32)
+    v = jnp.asarray(rng.normal(size=(2, 2, 10, 8)), jnp.float32)
     mask = jnp.asarray(rng.random((2, T, 10)) < 0.5)
     whole = attend(q, k, v, mask)
     cuts = [slice(0, 3), slice(3, 4), slice(4, 10)]
-    parts = tuple(Segment(k[..., c], v[..., c], mask[..., c]) for c in cuts)
+    parts = tuple(Segment(k[..., c], v[..., c, :], mask[..., c]) for c in cuts)
     np.testing.assert_allclose(layers.attention(q, parts), whole, atol=1e-6)
 
 
@@ -125,6 +125,7 @@ def test_own_keys_are_seen_by_the_query_in_the_same_place_only():
     k, v, k_own, v_own = (
         jnp.asarray(rng.normal(size=(1, 2, 8, T)), jnp.float32) for _ in range(4)
     )
+    v, v_own = v.swapaxes(2, 3), v_own.swapaxes(2, 3)
     causal = jnp.asarray(reference.causal(T))[None]
     got = layers.attention(q, (Segment(k, v, causal),), (KV(k_own, v_own),))
     diagonal = jnp.eye(T, dtype=bool)[None]
@@ -137,7 +138,7 @@ def test_a_query_that_sees_nothing_gets_a_finite_mean():
     q = jnp.asarray(rng.normal(size=(4, 8, 2, T)), jnp.float32)
     k = jnp.asarray(rng.normal(size=(2, 2, 8, 10)), jnp.float32)
     mask = jnp.zeros((2, T, 10), bool)
-    out = np.asarray(attend(q, k, k, mask))
+    out = np.asarray(attend(q, k, k.swapaxes(2, 3), mask))
     np.testing.assert_allclose(out[0, :, 0, 0], k[0, 0].mean(-1), atol=1e-6)
 
 
@@ -148,10 +149,11 @@ def test_hidden_slots_do_not_count_whatever_they_hold(dtype):
     q = jnp.asarray(rng.normal(size=(4, 8, 1, T)), dtype)
     k = jnp.asarray(rng.normal(size=(1, 2, 8, T)), dtype)
     causal = jnp.asarray(reference.causal(T))[None]
-    alone = layers.attention(q, (Segment(k, k, causal),))
+    seen = Segment(k, k.swapaxes(2, 3), causal)
+    alone = layers.attention(q, (seen,))
     huge = jnp.full((1, 2, 8, 20), 1e4, dtype)
-    unseen = Segment(huge, huge, jnp.zeros((1, T, 20), bool))
-    for segments in ((unseen, Segment(k, k, causal)), (Segment(k, k, causal), unseen)):
+    unseen = Segment(huge, huge.swapaxes(2, 3), jnp.zeros((1, T, 20), bool))
+    for segments in ((unseen, seen), (seen, unseen)):
         padded = layers.attention(q, segments)
         np.testing.assert_array_equal(padded, alone)
         assert padded.dtype == dtype

@@ -34,6 +34,12 @@ JOBS = [
     for n, length in enumerate((1, 70, 3, 64, 65, 12, 5, 130, 2))
 ]
 
+# Users under one system turn: the first 40 tokens are the same.
+SHARED = [
+    Job(10 + n, JOBS[1].ids[:40] + job.ids, 200 + n, n_shared=40)
+    for n, job in enumerate(JOBS[:4])
+]
+
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
@@ -69,6 +75,17 @@ def test_a_refilled_row_says_what_its_prompt_says_alone(params, cfg, temperature
         assert got[job.number] == alone(params, job, cfg)
         lengths.add(len(got[job.number]))
     assert len(lengths) > 2 and NEW in lengths  # some ended, some were cut
+
+
+@pytest.mark.parametrize("cfg", [PLAIN, DRAFTED])
+def test_what_prompts_begin_with_is_prefilled_once(params, cfg, monkeypatch):
+    calls = []
+    real = writer.begin
+    monkeypatch.setattr(writer, "begin", lambda *a: calls.append(a[1]) or real(*a))
+    cfg = dataclasses.replace(cfg, sampling=SamplingConfig(0.0))
+    for job, tokens in writer.continue_all(Method(params, cfg), SHARED, 2, 256, NEW):
+        assert tokens == alone(params, job, cfg)
+    assert calls == [SHARED[0].ids[:40], *(job.ids for job in SHARED)]
 
 
 def test_the_order_and_the_batch_do_not_matter(params):
@@ -128,8 +145,8 @@ def test_replacing_a_row_leaves_the_others_and_takes_all_of_the_new_one(params):
         axis = 1 if now.ndim == 2 and now.shape[0] == D.d_model else 0
         was, put, now = (np.moveaxis(x, axis, 0) for x in (was, put, now))
         np.testing.assert_array_equal(now[[0, 2]], was[[0, 2]])
-        room = now[1][..., : put.shape[-1]] if now.ndim == 4 else now[1]
-        np.testing.assert_array_equal(room, put[0])
+        filled = now[1][tuple(slice(n) for n in put[0].shape)]
+        np.testing.assert_array_equal(filled, put[0])
 
 
 def as_numbers(state: decode.DecodeState):
@@ -480,14 +497,16 @@ def with_template(text, template: str):
 
 
 def test_the_prefix_of_a_users_turn_is_what_stands_before_the_text(words):
-    ids, closing = writer.user_prefix(words)
+    ids, closing = writer.user_prefix(words, [])
     assert ids == ids_of(words, "<|im_start|>user\n") and closing == 0
     first = "{% if loop.first %}<|im_start|>system\nHello<|im_end|>\n{% endif %}"
     start = "{% for m in messages %}"
     longer = with_template(words, words.template.replace(start, start + first))
-    ids, _ = writer.user_prefix(longer)
+    ids, _ = writer.user_prefix(longer, [])
     said = "<|im_start|>system\nHello<|im_end|>\n<|im_start|>user\n"
     assert ids == ids_of(words, said)
+    system = {"role": "system", "content": "Hello"}
+    assert writer.user_prefix(words, [system])[0] == ids_of(words, said)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +524,7 @@ def test_the_prefix_of_a_users_turn_is_what_stands_before_the_text(words):
 )
 def test_templates_that_cannot_be_continued_are_refused(words, template, fault):
     with pytest.raises(ValueError, match=fault):
-        writer.user_prefix(with_template(words, template))
+        writer.user_prefix(with_template(words, template), [])
 
 
 # Settings.

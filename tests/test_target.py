@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -166,10 +165,10 @@ def test_slots_behind_the_committed_ones_are_never_read(params, bad_key, bad_val
     tokens = np.random.default_rng(6).integers(0, CFG.vocab_size, (1, N))
     at = committed(params, tokens, [6], 20)
 
-    def poisoned(layers: Iterable[jax.Array], poison: float) -> tuple:
-        return tuple(x.at[..., 6:].set(poison) for x in layers)
-
-    bad = at._replace(k=poisoned(at.k, bad_key), v=poisoned(at.v, bad_value))
+    bad = at._replace(
+        k=tuple(x.at[..., 6:].set(bad_key) for x in at.k),
+        v=tuple(x.at[..., 6:, :].set(bad_value) for x in at.v),
+    )
     block = jnp.asarray(tokens[:, 6:10], jnp.int32)
     mask = jnp.asarray(reference.causal(4))[None]
     args = (block, jnp.arange(6, 10)[None], mask)
