@@ -16,6 +16,7 @@ from eagle_jax.config import (
     DraftConfig,
     RopeScaling,
     SamplingConfig,
+    TargetConfig,
     TreeConfig,
 )
 
@@ -208,15 +209,10 @@ def test_accepting_later_siblings_leaves_the_caches_of_a_plain_prefill(
         (end.target_cache, fresh.target_cache),
         (end.draft.cache, fresh.draft.cache),
     ):
-        for a, b in zip(by_slot(old), by_slot(new), strict=True):
+        for a, b in zip(tiny.by_slot(old), tiny.by_slot(new), strict=True):
             for row, text in enumerate(texts):
                 n = len(text) - 1  # the draft's newest pair holds the next root
                 np.testing.assert_allclose(a[row, ..., :n], b[row, ..., :n], atol=1e-5)
-
-
-def by_slot(at: cache.KVCache) -> list[jax.Array]:
-    """Keys and values of all layers, slots last."""
-    return [*at.k, *(v.swapaxes(-1, -2) for v in at.v)]
 
 
 def poison(at: cache.KVCache, value: float, rows: tuple = (0, 1, 2)) -> cache.KVCache:
@@ -313,7 +309,7 @@ def test_a_chunked_prefill_equals_one_long_one(params, monkeypatch):
     np.testing.assert_allclose(a.draft.hidden, b.draft.hidden, atol=1e-5)
     for old, new in ((a.target_cache, b.target_cache), (a.draft.cache, b.draft.cache)):
         assert old.length.tolist() == new.length.tolist() == [1, 7, 30]
-        for x, y in zip(by_slot(old), by_slot(new), strict=True):
+        for x, y in zip(tiny.by_slot(old), tiny.by_slot(new), strict=True):
             for row, n in enumerate([1, 7, 30]):
                 np.testing.assert_allclose(x[row, ..., :n], y[row, ..., :n], atol=1e-5)
 
@@ -485,3 +481,31 @@ def test_stacked_layers_decode_the_same_tokens(params, plain):
     shapes = {x.shape[:2] for x in jax.tree.leaves(state.target_cache.k)}
     assert shapes == {(t.n_layers, len(PROMPTS))}
     assert decode.generate(params | {"target": stacked}, PROMPTS, cfg, NEW) == plain
+
+
+@pytest.mark.parametrize("tree_of", [None, TreeConfig(width=6, depth=4, n_nodes=16)])
+def test_memory_is_that_of_weights_and_caches(tree_of):
+    """Sizes of SmolLM2 with six layers; the compiler says what else it needs."""
+    t = TargetConfig(
+        "six layers", 49152, 576, 1536, 6, 9, 3, 64, tied=True, taps=(1, 3)
+    )
+    d = tiny.draft_config(
+        t, vocab_size=8192, n_heads=9, n_kv_heads=3, head_dim=64, d_mlp=1536
+    )
+    cfg = DecodeConfig(t, d, tree_of) if tree_of else DecodeConfig(t)
+    params = jax.eval_shape(
+        lambda: {
+            "target": target.init(jax.random.key(0), t),
+            "draft": draft.init(jax.random.key(0), d, t),
+        }
+    )
+    state = jax.eval_shape(lambda: decode.empty(decode.row_keys(0, 1), cfg, 2048))
+    kept = (params["target"], params["draft"] if tree_of else {}, state.target_cache)
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+    params["draft"]["embed"] = params["target"]["embed"]
+    params["draft"]["draft_to_target"] = jax.ShapeDtypeStruct((8192,), jnp.int32)
+    used = decode.jit_loop.lower(params, state, cfg, 128).compile().memory_analysis()
+    more = (
+        used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
+    )
+    assert 0 < more < 0.1 * needed

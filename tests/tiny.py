@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax import draft, target
+from eagle_jax.cache import KVCache
 from eagle_jax.config import DraftConfig, TargetConfig
 
 Params = dict[str, Any]
@@ -39,6 +40,11 @@ def draft_config(t: TargetConfig, head: str = "eagle3", **changes: Any) -> Draft
         "feature_size": width,
     }
     return DraftConfig(head=head, **(sizes | changes))  # type: ignore[arg-type]
+
+
+def by_slot(at: KVCache) -> list[jax.Array]:
+    """Keys and values of all layers, slots last."""
+    return [*at.k, *(v.swapaxes(-1, -2) for v in at.v)]
 
 
 def params(seed: int, t: TargetConfig, d: DraftConfig | None = None) -> Params:
