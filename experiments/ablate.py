@@ -30,6 +30,9 @@ flags.DEFINE_string(
     "questions", "", "Folder of FastChat JSONL sets; default: embedded."
 )
 flags.DEFINE_multi_string("data", [], "Conversations to train on; default: embedded.")
+flags.DEFINE_multi_string(
+    "fixed_data", [], "Conversations people wrote, for variants that end in _fixed."
+)
 flags.DEFINE_string("head", "", "Folder of a head to measure instead of training one.")
 flags.DEFINE_string(
     "start_from", "", "Folder of a head to go on training from, with a new schedule."
@@ -73,8 +76,11 @@ def main() -> None:
     print(f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.dtype}")
     evaluator.check_prompts(setup, questions, preset.max_new_tokens)
     plain = evaluator.plain_method(setup)
-    paths = tuple(map(Path, FLAGS.data)) or trainer.TRAINING_DATA
-    samples: list[Sample] = []  # read when the first head asks for them
+    paths = {
+        False: tuple(map(Path, FLAGS.data)) or trainer.TRAINING_DATA,
+        True: tuple(map(Path, FLAGS.fixed_data)),
+    }
+    samples: dict[bool, list[Sample]] = {}  # read when the first head asks for them
     entries = []
     for variant in chosen:
         folder, method = None, plain
@@ -82,9 +88,10 @@ def main() -> None:
             method = plain._replace(copies=2)
         if variant.head["head"] != "none":
             if variant.trained_as:
-                if not FLAGS.head:
-                    samples = samples or trainer.read_samples(setup, paths)
-                folder = Path(FLAGS.head or get_head(setup, variant, samples, out))
+                own, fixed = FLAGS.head, variant.fixed
+                if not own and fixed not in samples:
+                    samples[fixed] = trainer.read_samples(setup, paths[fixed])
+                folder = Path(own or get_head(setup, variant, samples[fixed], out))
             tree = variants.tree_of(variant, cfg)
             method = evaluator.load_method(setup, folder, tree)
             check_kind(variant, method, folder)
@@ -160,7 +167,18 @@ def configure() -> tuple[Config, Preset, list[Variant]]:
         )
     if FLAGS.start_from and len(trained) != 1:
         raise ValueError("--start_from goes with variants of one trained head")
-    for path in [*FLAGS.data, *filter(None, [FLAGS.head, FLAGS.start_from])]:
+    if any(variant.fixed for variant in chosen) and not (
+        FLAGS.fixed_data or FLAGS.head
+    ):
+        raise ValueError(
+            "variants that end in _fixed train on answers people wrote; name a file of "
+            "them with --fixed_data"
+        )
+    for path in [
+        *FLAGS.data,
+        *FLAGS.fixed_data,
+        *filter(None, [FLAGS.head, FLAGS.start_from]),
+    ]:
         if not Path(path).exists():
             raise ValueError(f"there is no {path!r}")
     for variant in chosen:  # a tree or a setting that does not fit is told at once

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from eagle_jax import cache as cache_lib
 from eagle_jax import decode, draft, train, verify
-from eagle_jax.config import DecodeConfig
+from eagle_jax.config import DecodeConfig, SamplingConfig, TargetConfig
 from eagle_jax.layers import Params
 from eagle_jax.train import Batch, Features
 from experiments import common, variants
@@ -115,7 +115,7 @@ def kernels() -> list[Part]:
     ]
 
 
-N_PROMPT, N_NEW = 64, 33
+N_PROMPT, N_NEW, N_STEPS = 64, 33, 4
 
 
 def decoding(setup: Setup) -> list[Part]:
@@ -166,7 +166,41 @@ def decoding(setup: Setup) -> list[Part]:
             2.0 * decode.CHUNK * weights / 4,
         )
     )
-    return parts + drafting(setup, endless, fresh, looped)
+    return [
+        *parts,
+        *drafting(setup, endless, fresh, looped),
+        synthesis(params, endless),
+    ]
+
+
+def synthesis(params: Params, endless: TargetConfig) -> Part:
+    """One step of `experiments.synthesize`: every row samples a token."""
+    rows, slots = 32, 512
+    cfg = DecodeConfig(endless, sampling=SamplingConfig(temperature=1.0))
+    length = jnp.full(rows, N_PROMPT, jnp.int32)
+
+    def start() -> decode.DecodeState:
+        state = decode.jit_empty(decode.row_keys(0, rows), cfg, slots)
+        cache = state.target_cache._replace(length=jnp.copy(length))
+        return state._replace(target_cache=cache)
+
+    states, left = [start()], np.full(rows, slots, np.int32)
+
+    def steps() -> Any:  # on and on in the same slots
+        state, tokens, _ = decode.jit_advance(params, states[0], left, cfg, N_STEPS)
+        cache = state.target_cache._replace(length=jnp.copy(length))
+        states[0] = state._replace(target_cache=cache)
+        return tokens
+
+    weights = _read_whole(params["target"])
+    used = _kv_bytes(states[0], N_PROMPT)  # its shapes hold the rows
+    return Part(
+        f"synthesis step, {rows} rows",
+        steps,
+        weights + used,
+        2.0 * rows * weights / 4,
+        N_STEPS,
+    )
 
 
 def drafting(
@@ -238,6 +272,7 @@ def drafting(
     commit = jax.jit(
         lambda cache, kv: cache_lib.append(cache, kv, count), donate_argnums=0
     )
+    t = endless
     new = cache_lib.init(
         t.n_layers, 1, t.n_kv_heads, t.head_dim, n_new, t.dtype, t.stacked
     )
@@ -248,7 +283,7 @@ def drafting(
         caches[0] = caches[0]._replace(length=jnp.copy(state.target_cache.length))
         return caches[0]
 
-    parts.append(Part("commit", write, 2 * sum(k.nbytes for k in new)))
+    parts.append(Part("commit", write, sum(x.nbytes for x in jax.tree.leaves(pairs))))
     weights = _read_whole(setup.target_params)
     call, n_steps = looped(tied, cfg)
     parts.append(

@@ -22,6 +22,7 @@ class Variant(NamedTuple):
       tree: "dynamic" (the config's), "static" (EAGLE-1's) or "chain"; fields of the
         dynamic tree follow in `dynamic`.
       trained_as: the variant whose head this one uses; "" if nothing is trained.
+      fixed: trained on answers that people wrote (EAGLE-1 Table 6) instead of the target's.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Variant(NamedTuple):
     tree: str
     trained_as: str
     dynamic: dict[str, Any]
+    fixed: bool = False
 
 
 CHAIN_DEPTH = 5  # of the chains of EAGLE-1 Table 5 and of n-alpha
@@ -105,10 +107,11 @@ def parse(name: str) -> Variant:
         raise ValueError(f"no variant {name!r}; there are {', '.join(BASES)}")
     head, train, tree, trained_as = BASES[base]
     dynamic: dict[str, Any] = {}
+    fixed = False
     rest = name[len(base) :]
     while rest:
         found = re.match(
-            rf"_({'|'.join([*TREES, *ABLATIONS])}|no_noise|ttt[1-7])(?=_|$)", rest
+            rf"_({'|'.join([*TREES, *ABLATIONS])}|no_noise|fixed|ttt[1-7])(?=_|$)", rest
         )
         suffix = found[1] if found else ""
         trains = head["head"] in ("eagle1", "eagle3")
@@ -122,14 +125,18 @@ def parse(name: str) -> Variant:
         elif suffix == "no_noise" and head["head"] == "eagle1":
             train = train | {"noise": "none"}
             trained_as = f"{trained_as}_{suffix}"
+        elif suffix == "fixed" and trained_as:
+            fixed = True
+            trained_as = f"{trained_as}_{suffix}"
         else:
             raise ValueError(
                 f"variant {name!r}: {rest!r} does not go with {base}; suffixes are _"
                 f"{', _'.join([*TREES, *ABLATIONS])} (trees of trained drafts, dynamic "
-                f"ones), _ttt1 to _ttt7 (EAGLE heads) and _no_noise (EAGLE-1 heads)"
+                f"ones), _ttt1 to _ttt7 (EAGLE heads), _no_noise (EAGLE-1 heads) and "
+                f"_fixed (trained drafts)"
             )
         rest = rest[len(suffix) + 1 :]
-    return Variant(name, head, train, tree, trained_as, dynamic)
+    return Variant(name, head, train, tree, trained_as, dynamic, fixed)
 
 
 def apply(variant: Variant, cfg: Config) -> Config:

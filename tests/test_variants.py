@@ -62,10 +62,21 @@ def test_suffixes_change_one_thing_each():
     assert static.n_nodes == 26
     assert variants.parse("feature_unshifted").head["inputs"] == "unshifted"
     assert variants.parse("eagle1_no_noise").train["noise"] == "none"
+    fixed = variants.parse("eagle1_fixed_chain")
+    assert fixed.fixed and fixed.trained_as == "eagle1_fixed" and fixed.tree == "chain"
+    assert not variants.parse("eagle1").fixed
 
 
 @pytest.mark.parametrize(
-    "name", ["eagle9", "eagle3_tree", "vanilla_chain", "eagle1_no_value", "medusa_ttt3"]
+    "name",
+    [
+        "eagle9",
+        "eagle3_tree",
+        "vanilla_chain",
+        "eagle1_no_value",
+        "medusa_ttt3",
+        "lookup_fixed",
+    ],
 )
 def test_wrong_names_are_told_the_right_ones(name):
     with pytest.raises(ValueError, match=r"eagle2.*no_feature_loss|_chain, _static"):
@@ -425,4 +436,13 @@ def test_all_variants_run_end_to_end(tmp_path):
     assert trained["eagle3"][0] > trained["fused"][0] > 0
     assert trained["eagle1"] == trained["eagle2"]
     assert "means over the sets" in said
+
+    pair = [*flags, "--variant=eagle1,eagle1_fixed"]
+    assert "--fixed_data" in drivers.fail("ablate", *pair)
+    other = drivers.read_lines(drivers.home() / "train.jsonl")[::-1]
+    path = drivers.write_lines(tmp_path / "fixed.jsonl", other)
+    said = drivers.run("ablate", *pair, f"--fixed_data={path}")
+    assert "eagle1, say: result is in" in said and "fixed.jsonl" in said
+    ours, fixed = drivers.read_lines(tmp_path / "results.jsonl")[-2:]
+    assert fixed["variant"] == "eagle1_fixed" and fixed["head"] != ours["head"]
     assert tiny_config.get_config().name == "tiny"
