@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from eagle_jax import sharding
 from eagle_jax.config import SamplingConfig
 from eagle_jax.tree import Tree, ancestors, path_of
 
@@ -66,19 +67,37 @@ def distribution(
 def _top_k(logits: Float[Array, "V B N"], cfg: SamplingConfig) -> Float[Array, "V B N"]:
     if cfg.top_k == 0 or cfg.top_k >= logits.shape[0]:
         return logits
-    smallest = jax.lax.top_k(logits.transpose(1, 2, 0), cfg.top_k)[0][..., -1]
+    smallest = sharding.largest(logits, cfg.top_k)[0][..., -1]
     return jnp.where(logits >= smallest[None], logits, -jnp.inf)
 
 
 def _top_p(logits: Float[Array, "V B N"], cfg: SamplingConfig) -> Float[Array, "V B N"]:
-    """Keeps the smallest set of likeliest tokens whose mass reaches top_p."""
+    """Keeps the smallest set of likeliest tokens whose mass reaches top_p.
+
+    Mostly it lies among the `_FEW` likeliest; where all nodes' do, nothing is sorted.
+    """
     if cfg.top_p in (0, 1):
         return logits
     p = jax.nn.softmax(logits, axis=0)
-    ordered = -jnp.sort(-p, axis=0)
-    before = jnp.cumsum(ordered, axis=0) - ordered
-    smallest = jnp.where(before < cfg.top_p, ordered, 2.0).min(axis=0)
+
+    def smallest_kept(ordered: Float[Array, "B N X"]) -> Float[Array, "B N"]:
+        before = jnp.cumsum(ordered, axis=-1) - ordered
+        return jnp.where(before < cfg.top_p, ordered, 2.0).min(axis=-1)
+
+    by_node = p.transpose(1, 2, 0)
+    few, _ = sharding.largest(p, min(_FEW, p.shape[0]))
+    found = few.sum(axis=-1) > cfg.top_p + 1e-4  # well clear of rounding
+    smallest = smallest_kept(few)
+
+    def from_all() -> Float[Array, "B N"]:
+        # Nodes that have their answer keep it: it must not depend on other rows.
+        return jnp.where(found, smallest, smallest_kept(-jnp.sort(-by_node, axis=-1)))
+
+    smallest = jax.lax.cond(found.all(), lambda: smallest, from_all)
     return jnp.where(p >= smallest[None], logits, -jnp.inf)
+
+
+_FEW = 256
 
 
 def _min_p(logits: Float[Array, "V B N"], cfg: SamplingConfig) -> Float[Array, "V B N"]:

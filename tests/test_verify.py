@@ -172,6 +172,22 @@ def test_the_order_of_filters_matters_and_is_a_switch():
     assert np.count_nonzero(laws[True]) == 3
 
 
+def test_large_nuclei_and_small_ones_in_one_batch():
+    # The second row's does not lie among the likeliest few; neither row minds the other.
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(3000, 2, 3)) * np.array([8.0, 1.0])[:, None]
+    cfg = SamplingConfig(temperature=1.0, top_p=0.9)
+    together = np.asarray(distribution(jnp.asarray(logits, jnp.float32), cfg))
+    kept = (together > 0).sum(axis=0)
+    assert kept[0].max() < verify._FEW < kept[1].min()
+    for b in range(2):
+        alone = distribution(jnp.asarray(logits[:, b : b + 1], jnp.float32), cfg)
+        np.testing.assert_array_equal(together[:, b], alone[:, 0])
+        for n in range(3):
+            want = reference.filtered(logits[:, b, n], cfg)
+            np.testing.assert_allclose(together[:, b, n], want, atol=2e-7)
+
+
 def test_tokens_tied_with_the_last_one_kept_are_kept():
     logits = jnp.asarray([2.0, 1.0, 1.0, 1.0, 0.0])[:, None, None]
     for cfg in (
