@@ -97,7 +97,7 @@ def start(module: str, *flags: str, shell: str = "") -> subprocess.Popen:
 def run(module: str, *flags: str) -> str:
     """Returns what a run printed; it must end well."""
     process = start(module, *flags)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, f"{out}\n{err}"
     return out
 
@@ -105,7 +105,7 @@ def run(module: str, *flags: str) -> str:
 def fail(module: str, *flags: str) -> str:
     """Returns the one line with which a run must give up."""
     process = start(module, *flags)
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=900)
     assert process.returncode == 1
     lines = err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), err

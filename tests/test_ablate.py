@@ -89,7 +89,7 @@ def test_a_torn_compiled_program_is_compiled_anew_without_a_word():
     for path, content in whole.items():
         path.write_bytes(content[:-20])
     process = drivers.start("generate", *given)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     for path, content in whole.items():  # it is never replaced
         path.write_bytes(content)
     assert whole and process.returncode == 0 and err == ""
@@ -173,7 +173,7 @@ def test_a_disk_without_room_ends_the_run_and_keeps_what_there_is(tmp_path):
     limit = 'ulimit -f 4; exec "$0" "$@"'
     flags_given = drivers.ablate_flags(tmp_path, "vanilla")
     process = drivers.start("ablate", *flags_given, shell=limit)
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=900)
     assert process.returncode == 1
     assert re.fullmatch(
         r"error: cannot write to .*results\.jsonl: (File|No space) .*; .* intact",

@@ -1,0 +1,121 @@
+"""The runs behind the results: a list of commands, each of which goes on where it stopped.
+
+    python -m experiments.study --study=variants --questions=../shared/questions
+    python -m experiments.report --results=out
+
+`variants` compares all variants at one budget, `sweeps` changes one number at a time, and
+`heads` trains those for use. A run that was made is not made again; --list shows them all.
+"""
+
+import shlex
+import subprocess
+import sys
+
+from absl import flags
+
+from experiments import ablate, common  # ablate's flags are handed on
+
+FLAGS = flags.FLAGS
+flags.DEFINE_enum("study", "variants", ["variants", "sweeps", "heads"], "Which runs.")
+flags.DEFINE_bool("list", False, "Only print the commands.")
+
+# Given by the user, they go to every run, behind what a study says itself.
+HANDED_ON = ("config", "set", "out", "mesh", "data", "fixed_data", "questions", "batch")
+HANDED_ON += ("prompts_per_set", "max_new_tokens", "temperature")
+
+
+def settings(**fields: object) -> list[str]:
+    """Returns --set flags; a double underscore stands for the dot."""
+    return [f"--set={k.replace('__', '.')}={v}" for k, v in fields.items()]
+
+
+def of_variants(fixed: bool) -> list[list[str]]:
+    """All variants on the same tokens, and with the nodes of EAGLE-1's static tree."""
+    given = settings(train__features="stored", train__supervised_tokens=40_000)
+    given += settings(tree__width=7, tree__n_nodes=26)  # 7: 26 nodes to expand
+    given += ["--prompts_per_set=10", "--max_new_tokens=128", "--probe=1"]
+    more = "eagle1_no_noise" + ",eagle1_fixed" * fixed
+    return [
+        [f"--variant={variant}", *given, f"--temperature={temperature}"]
+        for temperature in (0, 1)
+        for variant in ("all", more)
+    ]
+
+
+def of_sweeps() -> list[list[str]]:
+    """Unrolled steps, taps, amount of data and depth of the chain, one at a time."""
+    base = ["--prompts_per_set=5", "--max_new_tokens=128"]
+    stored = settings(train__features="stored")
+    small = [*base, *stored, *settings(train__supervised_tokens=20_000)]
+    steps = [f"eagle3_ttt{i}{tree}" for i in range(1, 8) for tree in ("", "_chain")]
+    runs = [[f"--variant={','.join(steps)}", *small]]
+    runs += [
+        ["--variant=eagle3", *small, *settings(taps=f"[{','.join(map(str, taps))}]")]
+        for taps in ((2,), (15,), (27,), (2, 15), (15, 27), (7, 15, 23))
+    ]
+    runs += [
+        ["--variant=eagle3", *base, *stored, *settings(train__supervised_tokens=n)]
+        for n in (12_500, 25_000, 50_000, 100_000)
+    ]
+    deepest = settings(train__supervised_tokens=100_000)
+    runs += [
+        [
+            *("--variant=eagle3", *base, *stored, *deepest),
+            *settings(tree__width=1, tree__depth=depth, tree__n_nodes=depth + 1),
+        ]
+        for depth in range(1, 8)
+    ]
+    return runs
+
+
+def of_heads() -> list[list[str]]:
+    """The heads that come with the project, trained for longer."""
+    given = ["--preset=full", "--prompts_per_set=20"]
+    given += settings(train__features="stored", train__rows=2)
+    return [[f"--variant={variant}", *given] for variant in ("eagle3", "eagle2")]
+
+
+def handed_on() -> list[str]:
+    """Returns the flags the user gave that every run needs.
+
+    Raises:
+      ValueError: one that a study decides itself.
+    """
+    module = FLAGS.flags_by_module_dict()
+    own = {flag.name for flag in module.get(ablate.__name__, []) if flag.present}
+    wrong = sorted(own - set(HANDED_ON))
+    if wrong:
+        raise ValueError(
+            f"--{wrong[0]} is for experiments.ablate; a study decides it by itself. It "
+            f"takes --{', --'.join(HANDED_ON)}"
+        )
+    given = []
+    for name in HANDED_ON:
+        if FLAGS[name].present:
+            value = FLAGS[name].value
+            values = value if isinstance(value, list) else [value]
+            given += [f"--{name}={one}" for one in values]
+    return given
+
+
+def main() -> None:
+    runs = {
+        "variants": lambda: of_variants(bool(FLAGS.fixed_data)),
+        "sweeps": of_sweeps,
+        "heads": of_heads,
+    }[FLAGS.study]()
+    given = handed_on()
+    for number, run in enumerate(runs, 1):
+        command = ["python", "-m", "experiments.ablate", *run, *given]
+        print(f"run {number} of {len(runs)}: {shlex.join(command)}", flush=True)
+        if FLAGS.list:
+            continue
+        code = subprocess.run(
+            [sys.executable, *command[1:]], cwd=common.ROOT
+        ).returncode
+        if code:
+            raise ValueError(f"run {number} failed with exit code {code}; see above")
+
+
+if __name__ == "__main__":
+    common.run(main)

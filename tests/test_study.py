@@ -1,0 +1,43 @@
+"""`study`: its runs are valid, go on where they stopped, and take the user's flags."""
+
+import shlex
+
+import drivers
+
+from configs import smollm2_135m
+from eagle_jax import config as config_lib
+from experiments import study, variants
+
+
+def test_every_run_names_variants_and_settings_that_exist():
+    cfg = smollm2_135m.get_config()
+    for run in [*study.of_variants(True), *study.of_sweeps(), *study.of_heads()]:
+        texts = [flag.removeprefix("--set=") for flag in run if "--set=" in flag]
+        changed = config_lib.override(cfg, *texts)
+        (named,) = [flag for flag in run if flag.startswith("--variant=")]
+        names = named.removeprefix("--variant=").split(",")
+        for name in variants.ALL if names == ["all"] else names:
+            variants.apply(variants.parse(name), changed)
+
+
+def test_a_study_goes_on_where_it_stopped(tmp_path):
+    given = [
+        *("--study=heads", *drivers.target_flags(), f"--out={tmp_path}"),
+        *("--set=train.row_length=128", "--set=train.supervised_tokens=300"),
+        *("--prompts_per_set=1", "--max_new_tokens=4"),
+        f"--data={drivers.home() / 'train.jsonl'}",
+        f"--questions={drivers.home() / 'questions' / 'say.jsonl'}",
+    ]
+    commands = drivers.run("study", *given, "--list").splitlines()
+    assert [shlex.split(line)[7] for line in commands] == [
+        "--variant=eagle3",
+        "--variant=eagle2",
+    ]
+    drivers.run("study", *given)
+    lines = drivers.read_lines(tmp_path / "results.jsonl")
+    assert [line["variant"] for line in lines] == ["eagle3", "eagle2"]
+    said = drivers.run("study", *given)
+    assert said.count("result is in") == 2
+    assert drivers.read_lines(tmp_path / "results.jsonl") == lines
+    wrong = drivers.fail("study", *given, "--variant=all")
+    assert "--variant is for experiments.ablate" in wrong
