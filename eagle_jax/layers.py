@@ -98,6 +98,7 @@ class KV(NamedTuple):
     v: Float[Array, "B K T C"]
 
 
+@jax.named_scope("attention")
 def attention(
     q: Float[Array, "H C B T"], segments: tuple[Segment, ...], own: tuple[KV, ...] = ()
 ) -> Float[Array, "H C B T"]:
@@ -245,18 +246,15 @@ def expert_shares(scores: Float[Array, "X B T"], n_used: int) -> Float[Array, "X
     return jnp.moveaxis(chosen.sum(axis=-2), -1, 0)
 
 
-def attend_and_mlp(
+def output_and_mlp(
     params: Params,
     residual: Float[Array, "D B T"],
-    q: Float[Array, "H C B T"],
-    segments: tuple[Segment, ...],
+    mixed: Float[Array, "H C B T"],
     eps: float,
-    own: tuple[KV, ...] = (),
     n_experts_used: int = 0,
 ) -> Float[Array, "D B T"]:
-    """Second half of a block: attention onto the residual, then the feed-forward."""
-    with jax.named_scope("attention"):
-        mixed = attention(q, segments, own)
+    """What follows attention in a block: its output onto the residual, feed-forward."""
+    with jax.named_scope("output"):
         x = residual + linear(params["wo"], mixed.reshape(-1, *mixed.shape[2:]))
     with jax.named_scope("mlp"):
         return x + mlp(params, rms_norm(x, params["mlp_norm"], eps), n_experts_used)

@@ -35,8 +35,8 @@ def block(layer, x, positions, mask, cfg: TargetConfig):
     speed = layers.rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     normed = layers.rms_norm(x, layer["attn_norm"], cfg.norm_eps)
     q, kv = layers.project(layer, normed, positions, speed, cfg.norm_eps)
-    out = layers.attend_and_mlp(layer, x, q, (Segment(*kv, mask),), cfg.norm_eps)
-    return out, kv
+    mixed = layers.attention(q, (Segment(*kv, mask),))
+    return layers.output_and_mlp(layer, x, mixed, cfg.norm_eps), kv
 
 
 jit_block = jax.jit(block, static_argnames="cfg")
