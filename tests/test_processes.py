@@ -17,7 +17,7 @@ def start_pair(out: Path) -> list[subprocess.Popen]:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
     shared = [f"--coordinator=localhost:{port}", "--processes=2"]
-    shared += ["--mesh=data:2,model:2", *drivers.ablate_flags(out)]
+    shared += ["--mesh=data:2,model:2", "--keep_target", *drivers.ablate_flags(out)]
     return [drivers.start("ablate", *shared, f"--process={i}") for i in range(2)]
 
 
@@ -52,6 +52,7 @@ def test_two_processes_train_resume_and_measure_like_one(tmp_path, two_devices):
     told = [process.communicate(timeout=300) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], told
     assert "resuming at step" in told[0][0] and "3 of 3" in told[0][0]
+    assert "layers-2 is used" in told[0][0]  # the target, as both kept it
     # The library of collectives prints by itself, past Python; we print nothing.
     assert not any(word in told[1][0] for word in ("target", "train", "decode", "tau"))
     one = losses(straight)
