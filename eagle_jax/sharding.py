@@ -111,7 +111,8 @@ def spec(
     """Returns how one leaf is cut.
 
     Three kinds of leaves that do not divide stay whole instead, which changes no number:
-    attention whose K/V heads do not divide `model` (`pad_heads` avoids it), batches of
+    attention whose K/V heads do not divide `model` (`pad_heads` avoids it; `wo`, which
+    reads all heads as one axis, may still divide), batches of
     fewer rows than `data` or other than a multiple, and what `fsdp` finds no axis for.
 
     Args:

@@ -68,6 +68,26 @@ def test_two_processes_train_resume_and_measure_like_one(tmp_path, two_devices):
     np.testing.assert_allclose(losses(copy), one, rtol=1e-3)
 
 
+def test_sigterm_to_one_process_saves_and_stops_both(tmp_path, two_devices):
+    out = tmp_path / "stopped"
+    pair = start_pair(out)
+    try:
+        while not list(out.glob("training/*/log.jsonl")):
+            assert all(process.poll() is None for process in pair)
+            time.sleep(0.2)
+        pair[1].terminate()  # not the one that writes
+        told = [process.communicate(timeout=300) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    assert [process.returncode for process in pair] == [1, 1], told
+    assert "interrupted; the same command" in told[0][1]
+    folder = drivers.only(out / "training")
+    steps = drivers.read_lines(folder / "log.jsonl")
+    assert (folder / "checkpoints" / str(len(steps))).is_dir()
+    assert not (out / "results.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
