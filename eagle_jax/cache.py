@@ -57,11 +57,40 @@ def init(
     )
 
 
-def committed(cache: KVCache, n_queries: int) -> Bool[Array, "B T S"]:
-    """Returns the mask under which every query sees all committed slots."""
-    slots = jnp.arange(cache.n_slots)
+def committed(
+    cache: KVCache, n_queries: int, n_slots: int | None = None
+) -> Bool[Array, "B T S"]:
+    """Returns the mask under which every query sees all committed slots.
+
+    Args:
+      n_slots: so many of the first slots are looked at; all by default.
+    """
+    slots = jnp.arange(cache.n_slots if n_slots is None else n_slots)
     seen = slots[None, None, :] < cache.length[:, None, None]
     return jnp.broadcast_to(seen, (seen.shape[0], n_queries, seen.shape[2]))
+
+
+def prefixes(n_slots: int) -> tuple[int, ...]:
+    """Returns how many slots a read may cover: steps of an eighth, 256 at the least.
+
+    So it covers what is in use and less than a step more. Programs have fixed shapes, and
+    each size is one more branch of them; TPUs want whole tiles of 128 slots.
+    """
+    step = max(256, -(-n_slots // 1024) * 128)
+    return (*range(step, n_slots, step), n_slots)
+
+
+def first(cache: KVCache, layer: int | Int[Array, ""], n: int) -> KV:
+    """Returns the first `n` slots of one layer."""
+    k, v = cache.k, cache.v
+    if isinstance(k, tuple) or isinstance(v, tuple):
+        return KV(k[layer][..., :n], v[layer][:, :, :n])
+    # One slice, which compilers read in place; of two the first would be a copy.
+    _, B, K, C, _ = k.shape
+    at = (layer, 0, 0, 0, 0)
+    k = jax.lax.dynamic_slice(k, at, (1, B, K, C, n))
+    v = jax.lax.dynamic_slice(v, at, (1, B, K, n, C))
+    return KV(k[0], v[0])
 
 
 def append(

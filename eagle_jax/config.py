@@ -36,7 +36,8 @@ class TargetConfig:
       n_tokens: ids from here on are padding of the vocabulary and never sampled; 0: none.
       taps: the layers whose *inputs* are features.
       stacked: the layers are one stack, through which a scan runs: compiling then takes
-        the time of one layer. It is meant for TPUs (see `target`).
+        the time of one layer. Of the cache as much is read as is in use (`cache.prefixes`).
+        It is meant for TPUs (see `target`).
     """
 
     name: str

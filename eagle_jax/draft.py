@@ -27,9 +27,10 @@ from eagle_jax.layers import (
     KV,
     Params,
     Segment,
-    attend_and_mlp,
+    attention,
     linear,
     merge,
+    output_and_mlp,
     project,
     rms_norm,
     rope_frequencies,
@@ -210,8 +211,8 @@ def finish(
     own: tuple[KV, ...] = (),
 ) -> Float[Array, "D B T"]:
     """Attends and returns the layer's output: the next feature, un-normed."""
-    layer = params["layer"]
-    return attend_and_mlp(layer, block.residual, block.q, segments, cfg.norm_eps, own)
+    mixed = attention(block.q, segments, own)
+    return output_and_mlp(params["layer"], block.residual, mixed, cfg.norm_eps)
 
 
 def run(
@@ -239,7 +240,8 @@ def run(
     for i, layer in enumerate(params["layers"]):
         normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
         q, kv = project(layer, normed, positions, speed, cfg.norm_eps)
-        x = attend_and_mlp(layer, x, q, look(i, kv), cfg.norm_eps)
+        mixed = attention(q, look(i, kv))
+        x = output_and_mlp(layer, x, mixed, cfg.norm_eps)
         new.append(kv)
     return x, tuple(new)
 

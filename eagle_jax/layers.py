@@ -98,6 +98,7 @@ class KV(NamedTuple):
     v: Float[Array, "B K T C"]
 
 
+@jax.named_scope("attention")
 def attention(
     q: Float[Array, "H C B T"], segments: tuple[Segment, ...], own: tuple[KV, ...] = ()
 ) -> Float[Array, "H C B T"]:
@@ -146,16 +147,18 @@ def merge(block: Params) -> Params:
 
     One product instead of three or two: on CPUs 8 rows take two thirds of the time. Each
     K/V head stands beside its group of query heads, so that sharding by K/V heads needs no
-    rearrangement. Gate and up are two matrices under each other: TPUs store the last two
-    axes in tiles of 8 by 128, and a short axis there costs a new layout in every step.
+    rearrangement. Gate and up are two matrices under each other, and the heads `wo` reads
+    are one axis: TPUs store the last two axes in tiles of 8 by 128, and a short axis there
+    costs a new layout in every step.
 
     Args:
-      block: `wq` [H, C, X], `wk`, `wv` [K, C, X], `w_gate`, `w_up` [F, D], as published,
-        maybe `bq`, `bk`, `bv` [., C], and whatever else, which is kept. A mixture of
-        experts has their number before F.
+      block: `wq` [H, C, X], `wk`, `wv` [K, C, X], `wo` [D, H, C], `w_gate`, `w_up` [F, D],
+        as published, maybe `bq`, `bk`, `bv` [., C], and whatever else, which is kept. A
+        mixture of experts has their number before F.
 
     Returns:
-      `wqkv` [K, G+2, C, X], maybe `bqkv` [K, G+2, C], `w_gate_up` [2, F, D], and the rest.
+      `wqkv` [K, G+2, C, X], maybe `bqkv` [K, G+2, C], `wo` [D, H*C], `w_gate_up`
+      [2, F, D], and the rest.
     """
     block = dict(block)
     for whole, parts in _MERGED_HEADS.items():
@@ -163,6 +166,8 @@ def merge(block: Params) -> Params:
             q, k, v = (block.pop(name) for name in parts)
             q = q.reshape(k.shape[0], -1, *q.shape[1:])
             block[whole] = jnp.concatenate([q, k[:, None], v[:, None]], axis=1)
+    if "wo" in block:
+        block["wo"] = block["wo"].reshape(block["wo"].shape[0], -1)
     block["w_gate_up"] = jnp.stack([block.pop("w_gate"), block.pop("w_up")])
     return block
 
@@ -170,6 +175,9 @@ def merge(block: Params) -> Params:
 def split(block: Params) -> Params:
     """Undoes `merge`: the names and shapes of published checkpoints."""
     block = dict(block)
+    if "wo" in block:
+        D, head_dim = block["wo"].shape[0], block["wqkv"].shape[2]
+        block["wo"] = block["wo"].reshape(D, -1, head_dim)
     for whole, parts in _MERGED_HEADS.items():
         if whole in block:
             joined = block.pop(whole)
@@ -238,18 +246,15 @@ def expert_shares(scores: Float[Array, "X B T"], n_used: int) -> Float[Array, "X
     return jnp.moveaxis(chosen.sum(axis=-2), -1, 0)
 
 
-def attend_and_mlp(
+def output_and_mlp(
     params: Params,
     residual: Float[Array, "D B T"],
-    q: Float[Array, "H C B T"],
-    segments: tuple[Segment, ...],
+    mixed: Float[Array, "H C B T"],
     eps: float,
-    own: tuple[KV, ...] = (),
     n_experts_used: int = 0,
 ) -> Float[Array, "D B T"]:
-    """Second half of a block: attention onto the residual, then the feed-forward."""
-    with jax.named_scope("attention"):
-        mixed = attention(q, segments, own)
-        x = residual + linear(params["wo"], mixed)
+    """What follows attention in a block: its output onto the residual, feed-forward."""
+    with jax.named_scope("output"):
+        x = residual + linear(params["wo"], mixed.reshape(-1, *mixed.shape[2:]))
     with jax.named_scope("mlp"):
         return x + mlp(params, rms_norm(x, params["mlp_norm"], eps), n_experts_used)

@@ -37,7 +37,7 @@ TABLE: dict[str, tuple[str | None, ...]] = {
     "head": ("model", None),
     "wqkv": ("model", None, None, None),
     "bqkv": ("model", None, None),
-    "wo": (None, "model", None),
+    "wo": (None, "model"),
     "w_gate_up": (None, "model", None),
     "w_down": (None, "model"),
     "router": (None, None),
@@ -111,7 +111,8 @@ def spec(
     """Returns how one leaf is cut.
 
     Three kinds of leaves that do not divide stay whole instead, which changes no number:
-    attention whose K/V heads do not divide `model` (`pad_heads` avoids it), batches of
+    attention whose K/V heads do not divide `model` (`pad_heads` avoids it; `wo`, which
+    reads all heads as one axis, may still divide), batches of
     fewer rows than `data` or other than a multiple, and what `fsdp` finds no axis for.
 
     Args:
@@ -180,7 +181,7 @@ def pad_heads(params: Params, cfg: Model, n: int) -> tuple[Model, Params]:
     Pad before you stack.
     """
     new = padded(cfg, n)
-    missing = {"wo": (1, new.n_heads - cfg.n_heads)}
+    missing = {"wo": (1, (new.n_heads - cfg.n_heads) * cfg.head_dim)}
     missing |= dict.fromkeys(("wqkv", "bqkv"), (0, new.n_kv_heads - cfg.n_kv_heads))
 
     def pad(path: tuple[Any, ...], leaf: Array) -> Array:

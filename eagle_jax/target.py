@@ -2,7 +2,8 @@
 
 The layers are a Python list of parameter dicts, each array laid out once at load: on CPUs a
 scan over stacked weights copies every layer's weights before it reads them. The stacked
-form (`stack`) is for TPUs, where it does not, and where 80 layers take long to compile.
+form (`stack`) is for TPUs, where it does not, and where 80 layers take long to compile. It
+also reads the cache only as far as it is in use, which on CPUs would be another copy.
 """
 
 import dataclasses
@@ -23,9 +24,10 @@ from eagle_jax.layers import (
     KV,
     Params,
     Segment,
-    attend_and_mlp,
+    attention,
     linear,
     merge,
+    output_and_mlp,
     project,
     rms_norm,
     rope_frequencies,
@@ -145,47 +147,57 @@ def forward(
     """
     speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     x = embed(params, tokens)
-    past = cache_lib.committed(cache, tokens.shape[1])
-    if cfg.sliding_window:  # a committed token stands in the slot of its position
-        slots = jnp.arange(cache.n_slots)[None, None]
-        past = past & (positions[..., None] - slots < cfg.sliding_window)
+    sizes = cache_lib.prefixes(cache.n_slots) if cfg.stacked else (cache.n_slots,)
+    longest = cache.length.max()
+    if cfg.sliding_window:
         steps = positions[:, :, None] - positions[:, None, :]
         mask = mask & (steps < cfg.sliding_window)
 
-    def block(x: Array, layer: Params, *committed: Any) -> tuple[Array, KV]:
+    def attend(q: Array, own: Segment, i: Any) -> Array:
+        if not cache.n_slots:
+            return attention(q, (own,))
+
+        def upto(n: int) -> Array:
+            past = cache_lib.committed(cache, tokens.shape[1], n)
+            if (
+                cfg.sliding_window
+            ):  # a committed token stands in the slot of its position
+                slots = jnp.arange(n)[None, None]
+                past = past & (positions[..., None] - slots < cfg.sliding_window)
+            committed = Segment(*cache_lib.first(cache, i, n), past)
+            return attention(q, (committed, own))
+
+        branches = [functools.partial(upto, n) for n in sizes]
+        return jax.lax.switch((longest - 1) // sizes[0], branches)
+
+    def block(x: Array, layer: Params, i: Any) -> tuple[Array, KV]:
         with jax.named_scope("qkv"):
             normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
             q, kv = project(layer, normed, positions, speed, cfg.norm_eps)
-        segments = (Segment(kv.k, kv.v, mask),)
-        if committed:
-            k, v = committed
-            segments = (Segment(k, v, past), *segments)
-        x = attend_and_mlp(
-            layer, x, q, segments, cfg.norm_eps, n_experts_used=cfg.n_experts_used
-        )
+        mixed = attend(q, Segment(kv.k, kv.v, mask), i)
+        x = output_and_mlp(layer, x, mixed, cfg.norm_eps, cfg.n_experts_used)
         return x, kv
 
-    caches = (cache.k, cache.v) if cache.n_slots else ()
     if cfg.stacked:
 
         def body(at: Any, given: Any) -> tuple[Any, KV]:
             x, taps = at
-            i, layer, *committed = given
+            i, layer = given
             taps = [
                 jnp.where(i == j, x, tap) for j, tap in zip(cfg.taps, taps, strict=True)
             ]
-            x, kv = block(x, layer, *committed)
+            x, kv = block(x, layer, i)
             return (x, taps), kv
 
         index = jnp.arange(cfg.n_layers)
         start = (x, [x] * len(cfg.taps))
-        (x, taps), new = jax.lax.scan(body, start, (index, params["layers"], *caches))
+        (x, taps), new = jax.lax.scan(body, start, (index, params["layers"]))
     else:
         taps, each = [], []
         for i, layer in enumerate(params["layers"]):
             if i in cfg.taps:
                 taps.append(x)
-            x, kv = block(x, layer, *(leaf[i] for leaf in caches))
+            x, kv = block(x, layer, i)
             each.append(kv)
         new = tuple(each)
     top = rms_norm(x, params["norm"], cfg.norm_eps)

@@ -540,8 +540,6 @@ def _matrices(params: Params) -> Params:
             return None
         if name == "wqkv":
             return optax.contrib.MuonDimensionNumbers((last,), tuple(range(last)))
-        if name == "wo":
-            return optax.contrib.MuonDimensionNumbers(tuple(range(1, leaf.ndim)), (0,))
         return optax.contrib.MuonDimensionNumbers((last,), (last - 1,))
 
     return jax.tree_util.tree_map_with_path(axes, params)

@@ -246,7 +246,8 @@ def _place(
 def _kept_target(cfg: TargetConfig, name: str) -> Path:
     """Names a target as it is loaded: heads may be padded, layers stacked."""
     form = f"{cfg.dtype}-{cfg.n_kv_heads}-{'stacked' if cfg.stacked else 'layers'}"
-    return weights.default_cache_dir() / "targets" / f"{name}-{form}"
+    # 2: matrices as `layers.merge` makes them; another number where it makes others.
+    return weights.default_cache_dir() / "targets" / f"{name}-{form}-2"
 
 
 def _like(cfg: TargetConfig, mesh: Mesh | None) -> Params:

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.papers import PaperTarget
-from eagle_jax import decode, draft, sharding, target, train, tree, verify
+from eagle_jax import cache, decode, draft, sharding, target, train, tree, verify
 from eagle_jax.config import Config, DecodeConfig, DraftConfig, TargetConfig, TreeConfig
 from eagle_jax.decode import DecodeState
 from eagle_jax.layers import Params
@@ -41,6 +41,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list("topology", ["v5e:2x4"], "Slices: v5e, v5p or v6e, and a shape.")
 flags.DEFINE_integer("batch", 1, "Rows decoded together.", allow_override=True)
 flags.DEFINE_integer("slots", 2048, "Cache slots per row.")
+flags.DEFINE_integer("used", 0, "Slots in use when a step is counted; 0: all.")
 flags.DEFINE_list("parts", [], "Programs to compile (PARTS), or none; default: all.")
 flags.DEFINE_string(
     "result_file", "experiments/results/compile_tpu.jsonl", "Where the JSON line goes."
@@ -104,7 +105,7 @@ def look_at(cfg: Config, published: PaperTarget, topology: str) -> None:
         dtype=cfg.dtype,
     )
     added = t.n_heads - published.sizes.n_heads
-    run = Run(cfg, t, mesh, FLAGS.batch, FLAGS.slots)
+    run = Run(cfg, t, mesh, FLAGS.batch, FLAGS.slots, FLAGS.used)
     resident = resident_bytes(run)
     print(
         f"slice    {topology}, {len(devices)} chips of {chip.hbm / 2**30:.0f} GiB\n"
@@ -128,6 +129,7 @@ def look_at(cfg: Config, published: PaperTarget, topology: str) -> None:
         "mesh": dict(mesh.shape),
         "batch": FLAGS.batch,
         "slots": FLAGS.slots,
+        "used": FLAGS.used or FLAGS.slots,
         "config": dataclasses.asdict(cfg),
         "jax": jax.__version__,
         "commit": common.commit(),
@@ -178,13 +180,18 @@ def slice_devices(topology: str, chip: Chip) -> list[Any]:
 
 
 class Run(NamedTuple):
-    """What is compiled: sizes, on which mesh, for how many rows and slots."""
+    """What is compiled: sizes, on which mesh, for how many rows and slots.
+
+    Args:
+      used: slots in use when a step is counted; 0: all.
+    """
 
     cfg: Config
     target: TargetConfig
     mesh: Mesh
     rows: int
     slots: int
+    used: int = 0
 
     def decode_config(self, method: str) -> DecodeConfig:
         """Returns head and tree of a method of the papers."""
@@ -261,11 +268,11 @@ def _verify(
     params: Params, state: DecodeState, drafted: Tree, cfg: DecodeConfig
 ) -> Any:
     """The middle of `decode.step`: target pass over the tree, and the walk."""
-    cache = state.target_cache
     mask = tree.ancestors(drafted.parents, cfg.tree.depth)
-    positions = cache.length[:, None] + drafted.depths
+    past = state.target_cache
+    positions = past.length[:, None] + drafted.depths
     out = target.forward(
-        params["target"], drafted.tokens, positions, mask, cache, cfg.target
+        params["target"], drafted.tokens, positions, mask, past, cfg.target
     )
     logits = target.logits(params["target"], out.top)
     sampled = verify.sample(state.keys, logits, cfg.sampling)
@@ -346,7 +353,7 @@ class Work(NamedTuple):
     """What one chip must do in one or several passes, one after the other.
 
     Args:
-      n_bytes: read from memory: weights once per pass, and every cache slot.
+      n_bytes: read from memory: weights once per pass, and the cache as far as it is read.
       flops: of matrix products.
       n_exchanges, exchanged: sums over the model axis, and the bytes of each added up.
     """
@@ -366,6 +373,10 @@ class Work(NamedTuple):
 def count(run: Run, method: str = "EAGLE-3") -> dict[str, Work]:
     """Counts by hand what each program must do per chip."""
     cfg = run.decode_config(method)
+    used = run.used or run.slots
+    n_read = run.slots
+    if run.target.stacked:
+        n_read = next(n for n in cache.prefixes(run.slots) if n >= used)
     head, shape, settings = cfg.draft, cfg.tree, run.cfg.train
     params = run.params(head)
     t, mesh = run.target, run.mesh
@@ -405,7 +416,7 @@ def count(run: Run, method: str = "EAGLE-3") -> dict[str, Work]:
 
     def target_pass(n_tokens: int) -> Work:
         weights = one_pass(everything, rows * n_tokens, 2 * t.n_layers + 1, t.d_model)
-        return weights + attend(t, t.n_layers, n_tokens, run.slots, rows)
+        return weights + attend(t, t.n_layers, n_tokens, n_read, rows)
 
     def draft_level(n_tokens: float) -> Work:
         # Embedding, attention and MLP (EAGLE-1: and `fc`) are summed; the vocabulary
@@ -449,7 +460,7 @@ def resident_bytes(run: Run) -> float:
     cfg = run.decode_config("EAGLE-3")
     params, state = run.params(cfg.draft), run.state(cfg)
     params["draft"].pop("embed")  # the target's
-    caches = [cache[:2] for cache in (state.target_cache, state.draft.cache)]
+    caches = [both[:2] for both in (state.target_cache, state.draft.cache)]
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves((params, caches))

@@ -68,6 +68,33 @@ def test_committed_marks_the_slots_below_each_length():
     assert seen.tolist() == [[[0] * 4] * 2, [[1, 1, 0, 0]] * 2, [[1] * 4] * 2]
 
 
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 512, 1000, 2048, 6144, 131072])
+def test_a_read_covers_what_is_in_use_and_less_than_a_step_more(n):
+    sizes = cache.prefixes(n)
+    steps = np.diff((0, *sizes))
+    assert sizes[-1] == n and len(steps) <= 8
+    assert max(steps) == steps[0] <= max(256, n / 8 + 128)
+    assert all(size % 128 == 0 for size in sizes[:-1])
+    # `target.forward` finds the size by division.
+    for used in (1, steps[0], steps[0] + 1, n):
+        used = min(int(used), n)
+        chosen = sizes[(used - 1) // sizes[0]]
+        assert used <= chosen < used + sizes[0]
+
+
+def test_the_first_slots_of_a_layer_are_the_same_in_both_forms():
+    rng = np.random.default_rng(5)
+    k, v = rng.normal(size=(3, B, K, C, S)), rng.normal(size=(3, B, K, S, C))
+    length = jnp.zeros(B, jnp.int32)
+    k, v = jnp.asarray(k), jnp.asarray(v)
+    stacked = cache.KVCache(k, v, length)
+    listed = cache.KVCache(tuple(k), tuple(v), length)
+    for at, layer in ((stacked, jnp.asarray(1)), (listed, 1)):
+        first = cache.first(at, layer, 5)
+        np.testing.assert_array_equal(first.k, k[1, ..., :5])
+        np.testing.assert_array_equal(first.v, v[1, :, :, :5])
+
+
 def test_a_block_up_to_the_last_slot_fits():
     at = cache.init(2, B, K, C, S, "float32")
     at = at._replace(length=jnp.asarray([S - T, 3, 0]))

@@ -509,3 +509,13 @@ def test_memory_is_that_of_weights_and_caches(tree_of):
         used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
     )
     assert 0 < more < 0.1 * needed
+
+
+def test_a_cache_read_in_part_decodes_the_same_tokens(params, plain, monkeypatch):
+    # Within 24 tokens every row passes from one size to the next, at different steps.
+    monkeypatch.setattr(cache, "prefixes", lambda n: (*range(16, n, 16), n))
+    t, stacked = target.stack(params["target"], dataclasses.replace(T, name="in part"))
+    both = params | {"target": stacked}
+    assert decode.generate(both, PROMPTS, DecodeConfig(t), NEW) == plain
+    cfg = DecodeConfig(t, D, TREES["dynamic"])
+    assert decode.generate(both, PROMPTS, cfg, NEW) == plain

@@ -35,8 +35,8 @@ def block(layer, x, positions, mask, cfg: TargetConfig):
     speed = layers.rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     normed = layers.rms_norm(x, layer["attn_norm"], cfg.norm_eps)
     q, kv = layers.project(layer, normed, positions, speed, cfg.norm_eps)
-    out = layers.attend_and_mlp(layer, x, q, (Segment(*kv, mask),), cfg.norm_eps)
-    return out, kv
+    mixed = layers.attention(q, (Segment(*kv, mask),))
+    return layers.output_and_mlp(layer, x, mixed, cfg.norm_eps), kv
 
 
 jit_block = jax.jit(block, static_argnames="cfg")
@@ -197,7 +197,7 @@ def test_joined_matrices_keep_each_kv_head_beside_its_queries() -> None:
     H, K, C, X, F = 6, 2, 4, 5, 3
     shapes = {"wq": (H, C, X), "wk": (K, C, X), "wv": (K, C, X)}
     shapes |= {"bq": (H, C), "bk": (K, C), "bv": (K, C), "norm": (X,)}
-    shapes |= {"w_gate": (F, X), "w_up": (F, X)}
+    shapes |= {"w_gate": (F, X), "w_up": (F, X), "wo": (X, H, C)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     block = {
         name: jax.random.normal(key, shape)
@@ -209,6 +209,7 @@ def test_joined_matrices_keep_each_kv_head_beside_its_queries() -> None:
     np.testing.assert_array_equal(joined["wqkv"][1, 3], block["wk"][1])
     np.testing.assert_array_equal(joined["bqkv"][0, 4], block["bv"][0])
     np.testing.assert_array_equal(joined["w_gate_up"][1, 2], block["w_up"][2])
+    np.testing.assert_array_equal(joined["wo"][:, 5 * C + 3], block["wo"][:, 5, 3])
     back = layers.split(joined)
     assert back.keys() == block.keys()
     for name, array in block.items():

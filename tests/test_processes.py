@@ -17,7 +17,7 @@ def start_pair(out: Path) -> list[subprocess.Popen]:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
     shared = [f"--coordinator=localhost:{port}", "--processes=2"]
-    shared += ["--mesh=data:2,model:2", *drivers.ablate_flags(out)]
+    shared += ["--mesh=data:2,model:2", "--keep_target", *drivers.ablate_flags(out)]
     return [drivers.start("ablate", *shared, f"--process={i}") for i in range(2)]
 
 
@@ -52,6 +52,7 @@ def test_two_processes_train_resume_and_measure_like_one(tmp_path, two_devices):
     told = [process.communicate(timeout=300) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], told
     assert "resuming at step" in told[0][0] and "3 of 3" in told[0][0]
+    assert "layers-2 is used" in told[0][0]  # the target, as both kept it
     # The library of collectives prints by itself, past Python; we print nothing.
     assert not any(word in told[1][0] for word in ("target", "train", "decode", "tau"))
     one = losses(straight)
@@ -65,6 +66,26 @@ def test_two_processes_train_resume_and_measure_like_one(tmp_path, two_devices):
     # The same checkpoints on another number of processes and devices.
     assert "resuming at step" in drivers.run("ablate", *drivers.ablate_flags(copy))
     np.testing.assert_allclose(losses(copy), one, rtol=1e-3)
+
+
+def test_sigterm_to_one_process_saves_and_stops_both(tmp_path, two_devices):
+    out = tmp_path / "stopped"
+    pair = start_pair(out)
+    try:
+        while not list(out.glob("training/*/log.jsonl")):
+            assert all(process.poll() is None for process in pair)
+            time.sleep(0.2)
+        pair[1].terminate()  # not the one that writes
+        told = [process.communicate(timeout=300) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    assert [process.returncode for process in pair] == [1, 1], told
+    assert "interrupted; the same command" in told[0][1]
+    folder = drivers.only(out / "training")
+    steps = drivers.read_lines(folder / "log.jsonl")
+    assert (folder / "checkpoints" / str(len(steps))).is_dir()
+    assert not (out / "results.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -204,3 +204,38 @@ def test_the_stacked_form_says_the_same(params):
     for i, kv in enumerate(want.new):
         np.testing.assert_allclose(got.new.k[i], kv.k, atol=1e-5)
         np.testing.assert_allclose(got.new.v[i], kv.v, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (1, 256), (257, 3), (9, 512), (1024, 800)])
+@pytest.mark.parametrize("window", [0, 300])
+def test_the_stacked_form_reads_the_cache_no_further_than_it_is_in_use(lengths, window):
+    rows, n, slots = 2, 4, 1024
+    cfg = tiny.target_config(sliding_window=window)
+    p = tiny.params(1, cfg)["target"]
+    rng = np.random.default_rng(9)
+    k, v = (
+        [rng.normal(size=(rows, cfg.n_kv_heads, *shape)) for _ in range(cfg.n_layers)]
+        for shape in ((cfg.head_dim, slots), (slots, cfg.head_dim))
+    )
+    tokens = jnp.asarray(rng.integers(0, cfg.vocab_size, (rows, n)), jnp.int32)
+    length = jnp.asarray(lengths, jnp.int32)
+    mask = jnp.broadcast_to(jnp.asarray(reference.causal(n)), (rows, n, n))
+    positions = length[:, None] + jnp.arange(n)[None]
+    listed = cache.KVCache(
+        tuple(jnp.asarray(x, jnp.float32) for x in k),
+        tuple(jnp.asarray(x, jnp.float32) for x in v),
+        length,
+    )
+    want = forward(p, tokens, positions, mask, listed, cfg)
+    # Whatever stands behind the part in use would turn all into NaN, weighed by 0 or not.
+    read = max(256, -(-max(lengths) // 256) * 256)
+    for x in k:
+        x[..., read:] = np.nan
+    for x in v:
+        x[:, :, read:] = np.nan
+    cfg, p = target.stack(p, cfg)
+    k, v = (jnp.asarray(np.stack(x), jnp.float32) for x in (k, v))
+    at = cache.KVCache(k, v, length)
+    out, logits = forward(p, tokens, positions, mask, at, cfg)
+    np.testing.assert_allclose(logits, want[1], atol=1e-5)
+    np.testing.assert_allclose(out.taps, want[0].taps, atol=1e-5)

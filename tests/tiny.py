@@ -70,7 +70,7 @@ def _fill(rng: np.random.Generator, shapes: Params) -> Params:
         if name.endswith("norm"):
             x = 1 + 0.3 * x
         elif len(leaf.shape) > 1 and name[0] != "b":
-            fan_in = leaf.shape[1:] if name in ("wo", "fuse") else leaf.shape[-1:]
+            fan_in = leaf.shape[1:] if name == "fuse" else leaf.shape[-1:]
             x = x / np.sqrt(np.prod(fan_in))
         return jnp.asarray(x, leaf.dtype)
 
