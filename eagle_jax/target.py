@@ -145,6 +145,8 @@ def forward(
     """
     speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     x = embed(params, tokens)
+    if cfg.embed_scale != 1:
+        x = x * jnp.asarray(cfg.embed_scale, x.dtype)
     past = cache_lib.committed(cache, tokens.shape[1])
     if cfg.sliding_window:  # a committed token stands in the slot of its position
         slots = jnp.arange(cache.n_slots)[None, None]
@@ -161,7 +163,13 @@ def forward(
             k, v = committed
             segments = (Segment(k, v, past), *segments)
         x = attend_and_mlp(
-            layer, x, q, segments, cfg.norm_eps, n_experts_used=cfg.n_experts_used
+            layer,
+            x,
+            q,
+            segments,
+            cfg.norm_eps,
+            n_experts_used=cfg.n_experts_used,
+            activation=cfg.activation,
         )
         return x, kv
 

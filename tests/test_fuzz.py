@@ -566,6 +566,27 @@ def test_hostile_head_configs_are_refused(change, why, tmp_path):
         heads.load_head(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"n_layers": 1 << 30}, "15 tensors are no 1073741824 layers"),
+        ({"d_model": 1 << 40}, "d_model=1099511627776 is no size"),
+        ({"d_mlp": "64"}, "d_mlp='64' is no int"),
+        ({"n_kv_heads": 0}, "multiple of n_kv_heads"),
+        ({"head": ["small"]}, "is no str"),
+        ({"rope_scaling": {"kind": "linear"}}, "factor"),
+        ({"made_up": 1}, "made_up"),
+    ],
+)
+def test_hostile_configs_of_own_heads_are_refused(change, why, tmp_path):
+    make_own_head(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["eagle_jax"]["draft"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with bounds(), pytest.raises(ValueError, match=why):
+        heads.load_head(tmp_path)
+
+
 def test_a_head_of_empty_tensors_is_refused(tmp_path):
     make_head("model.safetensors")(tmp_path)
     empty = {"dtype": "F32", "shape": [0, 1 << 50], "data_offsets": [0, 0]}
