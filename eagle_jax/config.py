@@ -55,6 +55,8 @@ class TargetConfig:
     tied: bool = False  # the output head is the embedding
     qkv_bias: bool = False
     qk_norm: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embed_scale: float = 1.0  # of embeddings as the first layer reads them (Gemma)
     sliding_window: int = 0  # tokens a layer looks back on, itself included; 0: all
     n_experts: int = 0  # a mixture of experts (Mixtral) where it is not 0
     n_experts_used: int = 0

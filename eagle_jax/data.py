@@ -146,7 +146,7 @@ def _report(kept: int, events: list[Event]) -> Report:
 
 def _read(path: Path) -> tuple[list[Conversation], list[Event]]:
     conversations, events = [], []
-    for where, row in _rows(path):
+    for where, row in read_rows(path):
         try:
             messages, changes = _messages(row)
         except _SkipRow as skip:
@@ -161,8 +161,11 @@ def _read(path: Path) -> tuple[list[Conversation], list[Event]]:
     return conversations, events
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields ("file:line", row), in a .json list with the row's number as line."""
+def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields ("file:line", row), in a .json list with the row's number as line.
+
+    A malformed line is yielded as the ValueError that says what is wrong with it.
+    """
     name = str(path).removesuffix(".gz")
     if not name.endswith((".json", ".jsonl")):
         raise ValueError(f"expected .json, .jsonl, .json.gz or .jsonl.gz, got {path}")
@@ -598,7 +601,7 @@ def read_questions(path: Path) -> dict[str, list[Question]]:
         raise ValueError(f"no .jsonl file of questions in {path}")
     questions = {}
     for file in files:
-        questions[file.stem] = [_question(row, where) for where, row in _rows(file)]
+        questions[file.stem] = [_question(row, where) for where, row in read_rows(file)]
         if not questions[file.stem]:
             raise ValueError(f"no questions in {file}")
     return questions

@@ -189,19 +189,15 @@ def _load_own(
     file: Path, config: dict[str, Any], target: TargetConfig | None, dtype: str
 ) -> Head:
     """Reads what `save_head` writes for heads that no published layout can express."""
-    meta = config["eagle_jax"]
+    meta, tensors = config["eagle_jax"], _read(file)
     try:
-        fields = dict(meta["draft"])
-        if fields.get("rope_scaling"):
-            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
-        cfg = DraftConfig(**fields)
+        cfg = _own_config(meta["draft"], len(tensors))
         like = target or TargetConfig(**meta["target"] | {"taps": tuple(meta["taps"])})
         wanted = jax.eval_shape(
             lambda key: draft.init(key, cfg, like), jax.random.key(0)
         )
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, ArithmeticError, AttributeError) as error:
         raise ValueError(f"{file.parent}/config.json: {error!r}") from error
-    tensors = _read(file)
     ids = tensors.get("draft_to_target")
     faults = []
     if target is not None and meta.get("target", {}).get("d_model") != target.d_model:
@@ -226,6 +222,23 @@ def _load_own(
     listing = {name: (str(t.dtype), t.shape) for name, t in tensors.items()}
     cfg = dataclasses.replace(cfg, dtype=dtype)
     return Head(cfg, params, tuple(meta["taps"]), [], meta, "own", listing, config)
+
+
+def _own_config(given: Any, n_tensors: int) -> DraftConfig:
+    fields, plain = dict(given), DraftConfig()
+    if fields.get("rope_scaling"):
+        fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+    for name, value in fields.items():
+        kind = type(getattr(plain, name))
+        if name != "rope_scaling" and type(value) is not kind:
+            raise ValueError(f"{name}={value!r:.40} is no {kind.__name__}")
+        if kind is int and not 0 <= value < 1 << 31:
+            raise ValueError(f"{name}={value!r:.40} is no size")
+    cfg = DraftConfig(**fields)
+    # Before a list is made that a config.json alone can make as long as it likes.
+    if cfg.head == "small" and cfg.n_layers > n_tensors:
+        raise ValueError(f"{n_tensors} tensors are no {cfg.n_layers} layers")
+    return cfg
 
 
 def _save_own(

@@ -218,17 +218,23 @@ def _channel_norm(
     return jax.vmap(lambda head: rms_norm(head, scale, eps))(x)
 
 
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
 def mlp(
-    params: Params, x: Float[Array, "D B T"], n_used: int = 0
+    params: Params, x: Float[Array, "D B T"], n_used: int = 0, activation: str = "silu"
 ) -> Float[Array, "D B T"]:
-    """Gated feed-forward: down(silu(gate) * up).
+    """Gated feed-forward: down(activation(gate) * up).
 
     A mixture of experts is the same with one more axis, every expert's hidden channels
     times its share. All experts run for all tokens: the nodes of a tree read nearly all
     experts' weights anyway, and those are what a step waits for.
     """
     joined = linear(params["w_gate_up"], x)
-    hidden = jax.nn.silu(joined[0]) * joined[1]
+    hidden = ACTIVATIONS[activation](joined[0]) * joined[1]
     if n_used:
         shares = expert_shares(linear(params["router"], x), n_used)
         hidden = hidden * shares.astype(x.dtype)[:, None]
@@ -252,9 +258,11 @@ def output_and_mlp(
     mixed: Float[Array, "H C B T"],
     eps: float,
     n_experts_used: int = 0,
+    activation: str = "silu",
 ) -> Float[Array, "D B T"]:
     """What follows attention in a block: its output onto the residual, feed-forward."""
     with jax.named_scope("output"):
         x = residual + linear(params["wo"], mixed.reshape(-1, *mixed.shape[2:]))
     with jax.named_scope("mlp"):
-        return x + mlp(params, rms_norm(x, params["mlp_norm"], eps), n_experts_used)
+        normed = rms_norm(x, params["mlp_norm"], eps)
+        return x + mlp(params, normed, n_experts_used, activation)

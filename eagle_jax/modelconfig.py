@@ -15,13 +15,15 @@ from eagle_jax import jsonfile, layers
 from eagle_jax.config import RopeScaling, TargetConfig
 from eagle_jax.tensorfile import Gguf, Stored
 
-MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma")
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 SCALINGS = ("llama3", "linear", "dynamic")
+# Old Gemma files say "gelu" and mean the other (transformers configuration_gemma.py).
+GELUS = ("gelu_pytorch_tanh", "gelu")
 # Settings of generation_config.json that say nothing about which token comes next.
-NEUTRAL = (
-    "eos_token_id bos_token_id pad_token_id transformers_version max_length".split()
-)
+NEUTRAL = """eos_token_id bos_token_id pad_token_id transformers_version max_length
+use_cache output_attentions output_hidden_states output_scores output_logits
+return_dict_in_generate""".split()
 
 
 class _Source(NamedTuple):
@@ -84,9 +86,13 @@ def from_folder(path: Path, dtype: str, taps: tuple[int, ...]) -> TargetConfig:
         )
     n_layers, n_heads = s.whole("num_hidden_layers"), s.whole("num_attention_heads")
     d_model, is_moe = s.whole("hidden_size"), kind == "mixtral"
+    is_gemma = kind == "gemma"
+    activations = GELUS if is_gemma else ("silu",)
     length = s.whole("max_position_embeddings", 2048)
     s.refuse(
-        hidden_act=c.get("hidden_act", "silu") != "silu",
+        hidden_act=c.get("hidden_act", activations[0]) not in activations,
+        hidden_activation=c.get("hidden_activation") not in (None, activations[0]),
+        use_bidirectional_attention=bool(c.get("use_bidirectional_attention")),
         quantization_config=bool(c.get("quantization_config")),
         partial_rotary_factor=c.get("partial_rotary_factor", 1) != 1,
         attention_bias=bool(c.get("attention_bias")),  # of the output projection too
@@ -113,13 +119,15 @@ def from_folder(path: Path, dtype: str, taps: tuple[int, ...]) -> TargetConfig:
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=s.whole("num_key_value_heads", n_heads),
-        head_dim=s.whole("head_dim", d_model // n_heads),
+        head_dim=s.whole("head_dim", 256 if is_gemma else d_model // n_heads),
         norm_eps=s.real("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position=length,
         sliding_window=window if window < length else 0,
-        tied=bool(c.get("tie_word_embeddings", False)),
+        activation="gelu_tanh" if is_gemma else "silu",
+        embed_scale=d_model**0.5 if is_gemma else 1.0,
+        tied=bool(c.get("tie_word_embeddings", is_gemma)),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         n_experts=n_experts,

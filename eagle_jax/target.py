@@ -147,6 +147,8 @@ def forward(
     """
     speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     x = embed(params, tokens)
+    if cfg.embed_scale != 1:
+        x = x * jnp.asarray(cfg.embed_scale, x.dtype)
     sizes = cache_lib.prefixes(cache.n_slots) if cfg.stacked else (cache.n_slots,)
     longest = cache.length.max()
     if cfg.sliding_window:
@@ -159,9 +161,7 @@ def forward(
 
         def upto(n: int) -> Array:
             past = cache_lib.committed(cache, tokens.shape[1], n)
-            if (
-                cfg.sliding_window
-            ):  # a committed token stands in the slot of its position
+            if cfg.sliding_window:  # a committed token's slot is its position
                 slots = jnp.arange(n)[None, None]
                 past = past & (positions[..., None] - slots < cfg.sliding_window)
             committed = Segment(*cache_lib.first(cache, i, n), past)
@@ -175,7 +175,9 @@ def forward(
             normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
             q, kv = project(layer, normed, positions, speed, cfg.norm_eps)
         mixed = attend(q, Segment(kv.k, kv.v, mask), i)
-        x = output_and_mlp(layer, x, mixed, cfg.norm_eps, cfg.n_experts_used)
+        x = output_and_mlp(
+            layer, x, mixed, cfg.norm_eps, cfg.n_experts_used, cfg.activation
+        )
         return x, kv
 
     if cfg.stacked:

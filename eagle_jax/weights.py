@@ -258,10 +258,13 @@ def open_target(
         gguf = tensorfile.read_gguf(path)
         style, tensors = 1, gguf.tensors
         cfg = modelconfig.from_gguf(path, gguf, dtype, taps)
-        permuted = gguf.fields["general.architecture"] == "llama"
+        permuted, norm_offset = gguf.fields["general.architecture"] == "llama", 0.0
     else:
         cfg = modelconfig.from_folder(path, dtype, taps)
         style, tensors, permuted = 0, {}, False
+        # Gemma's norms multiply by 1 + their weights; GGUF files hold the sum.
+        kind = jsonfile.read_object(path / "config.json")["model_type"]
+        norm_offset = 1.0 if kind == "gemma" else 0.0
         for file in _weight_files(path):
             is_torch = file.suffix == ".bin"
             found = torchfile.find(file) if is_torch else read_safetensors(file)
@@ -275,7 +278,7 @@ def open_target(
             cfg = dataclasses.replace(cfg, tied=False)
     if cfg.tied:
         tensors.pop(TOP["head"][style], None)
-    return cfg, _parts(path, cfg, tensors, style, permuted)
+    return cfg, _parts(path, cfg, tensors, style, permuted, norm_offset)
 
 
 def _has_own_head(tensors: dict[str, Stored]) -> bool:
@@ -316,6 +319,7 @@ def _parts(
     tensors: dict[str, Stored],
     style: int,
     permuted: bool,
+    norm_offset: float,
 ) -> Iterator[Params]:
     # Before a list is made that a config.json alone can make as long as it likes.
     if cfg.n_layers * max(cfg.n_experts, 1) > len(tensors):
@@ -337,6 +341,8 @@ def _parts(
         parts = []
         for name in slot.names:
             x = tensors[name].read()
+            if norm_offset and key.endswith("norm"):
+                x = x.astype(np.float32) + np.float32(norm_offset)
             if permuted and key in ("wq", "wk", "bq", "bk"):
                 # GGUF stores llama queries and keys for a rotary form whose pairs are
                 # neighbours; ours pairs channel c with c + C/2 (llama.cpp

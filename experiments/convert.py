@@ -1,7 +1,7 @@
 """Converts draft heads between published formats, and checks what a folder holds.
 
 python -m experiments.convert --check=DIR [--target=DIR] [--reader=vllm]
-python -m experiments.convert --head=DIR --target=DIR --to=speculators --out=DIR
+python -m experiments.convert --head=DIR --target=smollm2 --to=speculators --out=DIR
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ flags.DEFINE_enum(
     "to", None, list(heads.LAYOUTS), "Format to write into the folder --out."
 )
 flags.DEFINE_string(
-    "target", None, "Target of the head: folder, .gguf file or hub name."
+    "target", None, 'Target of the head: "smollm2", a folder, .gguf file or hub name.'
 )
 flags.DEFINE_list("taps", None, "Layers whose inputs the head reads, such as 2,16,29.")
 flags.DEFINE_enum(
@@ -45,7 +45,9 @@ def check(taps: tuple[int, ...] | None) -> None:
 def convert(taps: tuple[int, ...] | None) -> None:
     """Reads, writes, reads again, and prints what is doubtful."""
     if not (FLAGS.target and FLAGS.to and FLAGS["out"].present):
-        raise ValueError("--head needs --target, --to and --out as well")
+        raise ValueError(
+            "--head needs --target (smollm2 for the default one), --to and --out as well"
+        )
     source = weights.resolve(FLAGS.target)
     target, params = weights.load_target(source, "float32", taps or ())
     head = heads.load_head(FLAGS.head, target, taps)

@@ -94,7 +94,7 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         self.path.touch()
         stored = self.path.stat().st_size // (2 * self.width)
-        lines = [r for r in read_lines(self.index) if r["start"] + r["n"] <= stored]
+        lines = [row for row in read_lines(self.index) if _is_entry(row, stored)]
         self.start = {row["sample"]: row["start"] for row in lines}
         self.n_rows = max((row["start"] + row["n"] for row in lines), default=0)
         self.rows = np.zeros((0, self.width), np.float16)
@@ -110,7 +110,8 @@ class Store:
         missing = {n: i for i, n in enumerate(names) if n not in self.start}
         if missing:
             self._compute([samples[i] for i in missing.values()])
-        self.rows = np.memmap(self.path, np.float16, "r").reshape(-1, self.width)
+        shape = (self.n_rows, self.width)  # a kill may leave part of a row behind
+        self.rows = np.memmap(self.path, np.float16, "r", shape=shape)
         self.place = np.zeros(max(s.start + len(s.tokens) for s in samples), np.int64)
         for name, sample in zip(names, samples, strict=True):
             n = len(sample.tokens)
@@ -150,6 +151,14 @@ class Store:
     def raw(self, packed: Packed) -> Float[Any, "B T X"]:
         """Returns what is stored of one batch; padding gets some sample's."""
         return jnp.asarray(self.rows[self.place[packed.source]])
+
+
+def _is_entry(row: dict[str, Any], stored: int) -> bool:
+    """Tells whether a line names a sample and rows that are there."""
+    start, n = row.get("start"), row.get("n")
+    if not isinstance(row.get("sample"), str) or type(start) is not int:
+        return False
+    return type(n) is int and 0 <= start < start + n <= stored
 
 
 def _name(sample: Sample) -> str:

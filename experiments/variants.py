@@ -176,10 +176,13 @@ def head_config(variant: Variant, cfg: Config, target: TargetConfig) -> DraftCon
         )
     draft = dataclasses.replace(cfg.draft, **variant.head, dtype="float32")
     if draft.head == "small":
-        if target.qk_norm:
+        plain = TargetConfig.activation, TargetConfig.embed_scale, False, 0
+        special = target.activation, target.embed_scale, target.qk_norm
+        if (*special, target.n_experts) != plain:
             raise ValueError(
                 "small_draft takes over the target's first layers, and this target has "
-                "norms of q and k, which a small model here has not"
+                "norms of q and k, experts, another activation or scaled embeddings, "
+                "which a small model here has not"
             )
         same = ("d_mlp", "n_heads", "n_kv_heads", "head_dim", "norm_eps", "rope_theta")
         same += ("rope_scaling", "qkv_bias")

@@ -6,7 +6,6 @@ others go on. What a prompt is answered depends on the prompt and its number alo
 
 import collections
 import dataclasses
-import gzip
 import hashlib
 import itertools
 import json
@@ -369,9 +368,9 @@ def _read_plain(file: Path) -> list[tuple[list[Message], str]]:
 
 
 def _holds_questions(file: Path) -> bool:
-    opened = gzip.open if file.suffix == ".gz" else open
-    with opened(file, "rt", encoding="utf-8", errors="replace") as lines:
-        return '"turns"' in lines.readline()
+    return any(
+        isinstance(row, dict) and "turns" in row for _, row in data.read_rows(file)
+    )
 
 
 def hash_prompts(prompts: list[tuple[list[Message], str]]) -> str:

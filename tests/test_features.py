@@ -1,6 +1,7 @@
 """`features`: what is stored is what the target says, and a kill loses nothing."""
 
 import dataclasses
+import json
 
 import drivers
 import jax
@@ -91,6 +92,28 @@ def test_a_kill_loses_the_newest_sample_at_most(setup, samples, tmp_path):
     assert len(short.start) < len(lines)
     short.add(samples)
     assert_read(short, Online(setup), samples)
+
+
+def test_a_damaged_store_is_mended(setup, samples, tmp_path):
+    store = Store(setup, tmp_path)
+    store.add(samples)
+    lines = store.index.read_text().splitlines(keepends=True)
+    spoilt = ["{}\n", '{"sample": 3, "start": "x", "n": null}\n', "\0\n"]
+    entry = json.loads(lines[0])
+    spoilt += [json.dumps(entry | change) + "\n" for change in DAMAGES]
+    store.index.write_text("".join([*spoilt, *lines[1:]]))
+    mended = Store(setup, tmp_path)
+    assert len(mended.start) == len(lines) - 1
+    mended.add(samples)
+    assert_read(mended, Online(setup), samples)
+    with store.path.open("ab") as file:
+        file.write(bytes(5))  # part of a row
+    again = Store(setup, tmp_path)
+    again.add(samples)
+    assert_read(again, Online(setup), samples)
+
+
+DAMAGES = ({"start": -1}, {"start": 1 << 70}, {"n": 0}, {"n": True}, {"sample": None})
 
 
 def test_heads_read_what_they_are_made_for(setup, samples):

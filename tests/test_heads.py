@@ -14,8 +14,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from eagle_jax import draft, heads
-from eagle_jax.config import DraftConfig, RopeScaling, TargetConfig
+from eagle_jax import decode, draft, heads, weights
+from eagle_jax.config import (
+    DecodeConfig,
+    DraftConfig,
+    RopeScaling,
+    TargetConfig,
+    TreeConfig,
+)
 from eagle_jax.layers import merge, split
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -174,6 +180,39 @@ def test_round_trips_are_exact(
     elif dialect == "sglang" or np.array_equal(expected.get("embed", 0), embed):
         expected.pop("embed", None)
     assert_same(again.params, expected)
+
+
+@pytest.mark.parametrize("dialect", list(heads.LAYOUTS))
+def test_an_export_drafts_the_same_trees(
+    tmp_path: Path, dialect: heads.Dialect
+) -> None:
+    target, params = weights.load_target(E3 / "target")
+    first = heads.load_head(E3 / "head", target)
+    heads.save_head(
+        tmp_path / "out",
+        first.cfg,
+        first.params,
+        first.taps,
+        dialect,
+        meta=META,
+        target=target,
+        embed=params["embed"],
+    )
+    again = heads.load_head(tmp_path / "out", target)
+    assert again.taps == (first.taps or target.taps)
+
+    def trace(head: heads.Head) -> tuple[list[list[int]], list[Any]]:
+        own = {"target": params, "draft": draft.tie(head.params, params, head.cfg)}
+        tree = TreeConfig(width=3, depth=3, n_nodes=9)
+        cfg = DecodeConfig(target, head.cfg, tree)
+        return decode.trace(own, [[3, 1, 4], [15, 9, 2, 6, 5]], cfg, 16)
+
+    rows, infos = trace(first)
+    rows_again, infos_again = trace(again)
+    assert rows == rows_again
+    # Trees of every step with their parents and depths, and what was accepted of them.
+    assert len(infos) > 4
+    assert_same(infos_again, infos)
 
 
 FULL = {"vocab_size": TARGET.vocab_size}

@@ -111,6 +111,18 @@ def test_a_mesh_decodes_the_tokens_of_one_device(text, n_kv_heads):
     assert {kind for kind, *_ in sums} <= {"all-reduce"}
 
 
+def test_experts_are_cut_over_model_and_say_the_same():
+    experts = {"n_experts": 4, "n_experts_used": 2}
+    t = tiny.target_config(vocab_size=96, n_layers=2, n_kv_heads=4, **experts)
+    cfg, params = DecodeConfig(t), tiny.params(0, t)
+    placed = sharding.place(params, sharding.make_mesh("data:2,model:4"))
+    layer = placed["target"]["layers"][0]
+    for leaf in (layer["w_gate_up"], layer["w_down"]):
+        assert leaf.addressable_shards[0].data.size * 4 == leaf.size
+    got = decode.generate(placed, PROMPTS[:2], cfg, N_NEW)
+    assert got == decode.generate(params, PROMPTS[:2], cfg, N_NEW)
+
+
 SETTINGS = TrainConfig(rows=8, row_length=32, ttt_steps=2)
 jit_features = jax.jit(train.target_features, static_argnames=("cfg", "head"))
 jit_train_step = jax.jit(

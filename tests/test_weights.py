@@ -400,7 +400,13 @@ def test_a_shard_of_another_checkpoint_is_refused(tmp_path, tensors):
     ("changes", "match"),
     [
         ({"model_type": "gemma2"}, "'gemma2' is not supported; use one of llama"),
+        ({"model_type": "gemma3_text"}, "'gemma3_text' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act='silu'"),
+        (
+            {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "gelu"},
+            "hidden_activation='gelu'",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_type='yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor"),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window=-1"),
