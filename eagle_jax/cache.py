@@ -103,8 +103,9 @@ def append(
     committed slots without a word.
     """
     if isinstance(new, KV):  # stacked
-        write = jax.vmap(_write, (0, 0, None))
-        k, v = write(KV(cache.k, cache.v), new, cache.length)
+        write: Any = jax.vmap(_write, (0, 0, None))
+        old: Any = cache[:2]
+        k, v = write(KV(*old), new, cache.length)
         return KVCache(k, v, cache.length + count)
     layers = zip(cache.k, cache.v, new, strict=True)
     written = [_write(KV(k, v), n, cache.length) for k, v, n in layers]
@@ -119,8 +120,9 @@ def _write(old: KV, new: KV, start: Int[Array, " B"]) -> KV:
     """Writes one layer's block from slot `start` of each row on."""
     if len(start) == 1:  # a plain slice update, which compilers do in place
         return put(old, new, start[0])
-    rows = jax.tree.map(lambda leaf: leaf[:, None], (old, new))
-    return jax.tree.map(lambda leaf: leaf[:, 0], jax.vmap(put)(*rows, start))
+    one_row = jax.tree.map(lambda leaf: leaf[:, None], (old, new))
+    written = jax.vmap(put)(one_row[0], one_row[1], start)
+    return jax.tree.map(lambda leaf: leaf[:, 0], written)
 
 
 def put(old: KV, new: KV, at: Int[Array, ""]) -> KV:

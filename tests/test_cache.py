@@ -109,6 +109,7 @@ def test_take_picks_the_accepted_path_row_by_row():
     new = block(4, 2)
     path = jnp.asarray([[0, 3, 0], [0, 1, 4]])
     for got, old in zip(cache.take(new, path), new, strict=True):
+        assert isinstance(got, KV)
         for b in range(2):
             np.testing.assert_array_equal(got.k[b], old.k[b][:, :, path[b]])
             np.testing.assert_array_equal(got.v[b], old.v[b][:, path[b]])

@@ -504,7 +504,8 @@ def test_memory_is_that_of_weights_and_caches(tree_of):
     needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
     params["draft"]["embed"] = params["target"]["embed"]
     params["draft"]["draft_to_target"] = jax.ShapeDtypeStruct((8192,), jnp.int32)
-    used = decode.jit_loop.lower(params, state, cfg, 128).compile().memory_analysis()
+    program: Any = decode.jit_loop.lower(params, state, cfg, 128).compile()
+    used = program.memory_analysis()
     more = (
         used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
     )
