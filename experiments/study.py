@@ -1,6 +1,6 @@
 """The runs behind the results: a list of commands, each of which goes on where it stopped.
 
-    python -m experiments.study --study=variants --questions=../shared/questions
+    python -m experiments.study --study=variants --questions=DIR
     python -m experiments.report --results=out
 
 `variants` compares all variants at one budget, `sweeps` changes one number at a time, and

@@ -32,7 +32,8 @@ def test_shown_commands_can_be_given(command):
     shown = command.partition(": ")[2].replace("[", " ").replace("]", " ")
     words = shlex.split(shown.replace("\\\n", " "), comments=True)
     module = words[2].partition(".")[2]
-    sources = [ROOT / "experiments" / f"{name}.py" for name in (module, "common")]
+    modules = [module, "common", *["ablate"] * (module == "study")]
+    sources = [ROOT / "experiments" / f"{name}.py" for name in modules]
     text = "".join(source.read_text() for source in sources)
     defined = set(re.findall(r"DEFINE_\w+\(\s*\"(\w+)\"", text))
     settings = []
