@@ -112,7 +112,7 @@ def test_a_mesh_decodes_the_tokens_of_one_device(text, n_kv_heads):
 
 
 def test_experts_are_cut_over_model_and_say_the_same():
-    experts = {"n_experts": 4, "n_experts_used": 2}
+    experts: dict[str, Any] = {"n_experts": 4, "n_experts_used": 2}
     t = tiny.target_config(vocab_size=96, n_layers=2, n_kv_heads=4, **experts)
     cfg, params = DecodeConfig(t), tiny.params(0, t)
     placed = sharding.place(params, sharding.make_mesh("data:2,model:4"))
