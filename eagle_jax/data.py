@@ -551,13 +551,14 @@ def draft_vocabulary(
         raise ValueError(
             f"draft vocab_size must lie in 1..{vocab_size}, got {draft_vocab_size}"
         )
-    supervised = _supervised(samples)
-    if supervised.size and supervised.max() >= vocab_size:
+    # Of prompts too: a gather would quietly read another token's embedding.
+    highest = max((sample.tokens.max(initial=0) for sample in samples), default=0)
+    if highest >= vocab_size:
         raise ValueError(
-            f"token id {supervised.max()} does not exist at vocab_size={vocab_size}; "
-            f"the tokenizer is not the target's"
+            f"token id {highest} does not exist at vocab_size={vocab_size}; the "
+            f"tokenizer is not the target's"
         )
-    counts = np.bincount(supervised, minlength=vocab_size)
+    counts = np.bincount(_supervised(samples), minlength=vocab_size)
     ids = np.argsort(-counts, kind="stable")[:draft_vocab_size]
     return np.sort(ids).astype(np.int32)
 

@@ -86,6 +86,9 @@ def _from_folder(path: Path) -> Text:
     tokenizer = _guarded(
         f"{file} is damaged or too new", lambda: Tokenizer.from_file(str(file))
     )
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if highest >= 1 << 31:
+        raise ValueError(f"{file} is damaged: it has a token of id {highest}")
     # Training leftovers in some files; they would cut or pad prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()

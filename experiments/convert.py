@@ -13,12 +13,12 @@ from experiments import common
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string(
-    "check", None, "Head to describe: folder, .safetensors or .bin file."
+    "check", None, "Head to describe: folder, .safetensors or .bin file, or hub name."
 )
 flags.DEFINE_enum(
     "reader", None, heads.READERS, "Only what this reader makes of --check."
 )
-flags.DEFINE_string("head", None, "Head to convert: folder, .safetensors or .bin file.")
+flags.DEFINE_string("head", None, "Head to convert, named in the same ways.")
 flags.DEFINE_enum(
     "to", None, list(heads.LAYOUTS), "Format to write into the folder --out."
 )
@@ -39,7 +39,7 @@ def check(taps: tuple[int, ...] | None) -> None:
         target, _ = weights.load_target(
             weights.resolve(FLAGS.target), "float32", taps or ()
         )
-    print(heads.report(FLAGS.check, FLAGS.reader, target, taps))
+    print(heads.report(weights.resolve_head(FLAGS.check), FLAGS.reader, target, taps))
 
 
 def convert(taps: tuple[int, ...] | None) -> None:
@@ -50,7 +50,7 @@ def convert(taps: tuple[int, ...] | None) -> None:
         )
     source = weights.resolve(FLAGS.target)
     target, params = weights.load_target(source, "float32", taps or ())
-    head = heads.load_head(FLAGS.head, target, taps)
+    head = heads.load_head(weights.resolve_head(FLAGS.head), target, taps)
     recorded, present = head.meta.get("target_hash"), weights.target_hash(source)
     if recorded not in (None, present):
         print(f"note: recorded for target {recorded}, this one is {present}")

@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from rich.console import Console
 from rich.table import Table
 
-from eagle_jax import data, draft, heads, train
+from eagle_jax import data, draft, heads, train, weights
 from eagle_jax.config import DraftConfig, TargetConfig
 from eagle_jax.heads import Head
 from eagle_jax.layers import Params
@@ -61,12 +61,13 @@ class Finding(NamedTuple):
 
 def main() -> None:
     cfg = common.load_config()
-    if not FLAGS.head or not Path(FLAGS.head).exists():
-        raise ValueError(f"--head needs the folder of a head, got {FLAGS.head!r}")
+    if not FLAGS.head:
+        raise ValueError("--head needs the folder or hub name of a head")
+    folder = weights.resolve_head(FLAGS.head)
     if FLAGS.rows < 1:
         raise ValueError(f"rows must be at least 1, got {FLAGS.rows}")
     setup = common.load_setup(cfg)
-    head = heads.load_head(FLAGS.head, setup.target_cfg, dtype=cfg.dtype)
+    head = heads.load_head(folder, setup.target_cfg, dtype=cfg.dtype)
     for note in head.notes:
         print(f"head     {note}")
     found = diagnose(setup, head, read(setup))

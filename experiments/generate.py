@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from eagle_jax import decode, heads
+from eagle_jax import decode, heads, weights
 from eagle_jax import text as text_lib
 from eagle_jax.config import DecodeConfig
 from experiments import common, evaluator
@@ -38,11 +38,12 @@ def main() -> None:
         raise ValueError(
             f"max_new_tokens must be at least 1, got {FLAGS.max_new_tokens}"
         )
-    if FLAGS.head not in ("", "none") and not Path(FLAGS.head).exists():
-        raise ValueError(f"there is no head {FLAGS.head!r}")
+    folder = None
+    if FLAGS.head not in ("", "none"):
+        folder = weights.resolve_head(FLAGS.head)
     setup = common.load_setup(cfg)
-    folder = Path(FLAGS.head) if FLAGS.head else shipped(setup)
-    if folder and FLAGS.head != "none":
+    folder = folder if FLAGS.head else shipped(setup)
+    if folder:
         method = evaluator.load_method(setup, folder)
         print(f"head     {folder}")
     else:

@@ -47,15 +47,16 @@ Answerer = Callable[[list[int]], list[int]]
 
 def main() -> None:
     cfg = common.load_config()
-    if not FLAGS.head or not Path(FLAGS.head).exists():
-        raise ValueError(f"--head needs the folder of a head, got {FLAGS.head!r}")
+    if not FLAGS.head:
+        raise ValueError("--head needs the folder or hub name of a head")
+    folder = weights.resolve_head(FLAGS.head)
     if cfg.dtype != "float32" or cfg.sampling.temperature:
         raise ValueError("peers are compared in float32 at temperature 0")
     n_new = FLAGS.max_new_tokens or 64
     sets = data.read_questions(Path(FLAGS.questions or evaluator.QUESTIONS))
     out = common.prepare_out()
     setup = common.load_setup(cfg)
-    method = evaluator.load_method(setup, Path(FLAGS.head))
+    method = evaluator.load_method(setup, folder)
     ours = {
         "eagle_jax plain": evaluator.plain_method(setup),
         f"eagle_jax {method.cfg.draft.head}": method,
@@ -182,7 +183,7 @@ def report(
                 "experiment": "peers",
                 "method": name,
                 "target": setup.target_cfg.name,
-                "head": heads.head_hash(FLAGS.head),
+                "head": heads.head_hash(weights.resolve_head(FLAGS.head)),
                 "tree": str(method.cfg.tree),
                 "max_new_tokens": n_new,
                 "n_prompts": len(one.tokens),

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
+from eagle_jax import weights
 from eagle_jax.config import DecodeConfig
 from eagle_jax.data import Message
 from experiments import common, evaluator, writer
@@ -45,8 +46,7 @@ def main() -> None:
         if not Path(FLAGS.prompts).exists():
             raise ValueError(f"there is no {FLAGS.prompts!r} to read prompts from")
         read = writer.read_prompts(Path(FLAGS.prompts))
-    if FLAGS.head and not Path(FLAGS.head).exists():
-        raise ValueError(f"there is no head {FLAGS.head!r}")
+    folder = weights.resolve_head(FLAGS.head) if FLAGS.head else None
     depth = cfg.tree.depth if FLAGS.head else 0
     settings.slots(depth, cfg.max_len)  # says at once if there is no room
     files = writer.files_of(common.prepare_out())
@@ -56,8 +56,8 @@ def main() -> None:
     print(f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.dtype}")
     hashed = writer.hash_prompts(read) if read else "written by the target"
     writer.check_meta(files, writer.meta_of(setup, settings, hashed))
-    if FLAGS.head:
-        method = evaluator.load_method(setup, Path(FLAGS.head))
+    if folder:
+        method = evaluator.load_method(setup, folder)
     else:
         method = Method(
             {"target": setup.target_params},

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from rich.console import Console
 from rich.table import Table
 
-from eagle_jax import data, decode, draft, heads, metrics
+from eagle_jax import data, decode, draft, heads, metrics, weights
 from eagle_jax import tree as tree_lib
 from eagle_jax.config import PLAIN, DecodeConfig, RankPath, TreeConfig
 from experiments import common, evaluator
@@ -387,8 +387,9 @@ def run_finalists(
 
 def main() -> None:
     cfg = common.load_config()
-    if not FLAGS.head or not Path(FLAGS.head).exists():
-        raise ValueError(f"--head must be the folder of a head, got {FLAGS.head!r}")
+    if not FLAGS.head:
+        raise ValueError("--head needs the folder or hub name of a head")
+    folder = weights.resolve_head(FLAGS.head)
     if min(FLAGS.batch, FLAGS.finalists, FLAGS.repeats, FLAGS.rounds) < 1:
         raise ValueError("batch, finalists, repeats and rounds must be at least 1")
     FLAGS.prompts_per_set = FLAGS.prompts_per_set or 2
@@ -396,7 +397,7 @@ def main() -> None:
     out = common.prepare_out()
     questions = data.read_questions(Path(FLAGS.questions or evaluator.QUESTIONS))
     setup = common.load_setup(cfg)
-    method = evaluator.load_method(setup, Path(FLAGS.head))
+    method = evaluator.load_method(setup, folder)
     if method.cfg.draft.head not in ("eagle1", "eagle3", "small"):
         raise ValueError(
             f"{FLAGS.head} is a head of kind {method.cfg.draft.head}; tune works on heads "
@@ -503,7 +504,7 @@ def report(
             {
                 "experiment": "tune",
                 "target": setup.target_cfg.name,
-                "head": heads.head_hash(FLAGS.head),
+                "head": heads.head_hash(weights.resolve_head(FLAGS.head)),
                 "batch": FLAGS.batch,
                 "dtype": setup.cfg.dtype,
                 "temperature": setup.cfg.sampling.temperature,

@@ -221,7 +221,7 @@ def cli(monkeypatch, tmp_path):
         (["--prompts_per_set=-3"], "batch and prompts_per_set must be at least 1"),
         (["--questions=/nowhere/at/all"], "no '/nowhere/at/all' to read questions"),
         (["--data=/nowhere/train.jsonl"], "there is no '/nowhere/train.jsonl'"),
-        (["--head=/nowhere/head"], "there is no '/nowhere/head'"),
+        (["--head=/nowhere/head"], "there is no head '/nowhere/head'"),
         (
             ["--head=.", "--variant=vanilla"],
             "nor with variants .* got --variant=vanilla",

@@ -458,6 +458,8 @@ def test_draft_vocabulary_refuses_what_does_not_fit():
         data.draft_vocabulary([sample_of([1])], 10, 11)
     with pytest.raises(ValueError, match="token id 12 does not exist"):
         data.draft_vocabulary([sample_of([12])], 10, 5)
+    with pytest.raises(ValueError, match="token id 13 does not exist"):
+        data.draft_vocabulary([sample_of([13, 3], 1)], 10, 5)
     with pytest.raises(ValueError, match="0 supervised tokens"):
         data.coverage([sample_of([1], 1)], np.zeros(1, np.int32))
 

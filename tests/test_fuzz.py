@@ -475,6 +475,12 @@ DEEP = b"[" * 100_000
         ("tokenizer", "tokenizer_config.json", DEEP, "nested too deeply"),
         ("tokenizer", "tokenizer.json", DEEP, "is damaged or too new"),
         ("tokenizer", "tokenizer.json", b"\xff\xfe", "is damaged or too new"),
+        (
+            "tokenizer",
+            "tokenizer.json",
+            b'{"model": {"type": "BPE", "vocab": {"a": 2147483648}, "merges": []}}',
+            "it has a token of id 2147483648",
+        ),
         ("template", "chat_template.jinja", b"\xff\xfe{", "is no text"),
         ("conversations", "a.json", b'[{"messages": "\xff"}]', "a.json cannot be read"),
         (

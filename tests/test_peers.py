@@ -57,6 +57,6 @@ def test_speeds_count_the_second_answer_of_every_prompt(setup, tmp_path, monkeyp
 
 
 def test_a_head_and_exact_decoding_are_asked_for():
-    assert "needs the folder of a head" in drivers.fail("peers")
+    assert "needs the folder or hub name" in drivers.fail("peers")
     here = [f"--head={drivers.ROOT}", "--set=sampling.temperature=1"]
     assert "float32 at temperature 0" in drivers.fail("peers", *here)

