@@ -153,8 +153,9 @@ def merge(block: Params) -> Params:
 
     Args:
       block: `wq` [H, C, X], `wk`, `wv` [K, C, X], `wo` [D, H, C], `w_gate`, `w_up` [F, D],
-        as published, maybe `bq`, `bk`, `bv` [., C], and whatever else, which is kept. A
-        mixture of experts has their number before F.
+        `w_down` [D, F], as published, maybe `bq`, `bk`, `bv` [., C], and whatever else,
+        which is kept. A mixture of experts has their number before F; merged, F is the
+        hidden channels of all experts, one after the other.
 
     Returns:
       `wqkv` [K, G+2, C, X], maybe `bqkv` [K, G+2, C], `wo` [D, H*C], `w_gate_up`
@@ -168,7 +169,10 @@ def merge(block: Params) -> Params:
             block[whole] = jnp.concatenate([q, k[:, None], v[:, None]], axis=1)
     if "wo" in block:
         block["wo"] = block["wo"].reshape(block["wo"].shape[0], -1)
-    block["w_gate_up"] = jnp.stack([block.pop("w_gate"), block.pop("w_up")])
+    parts = (block.pop("w_gate"), block.pop("w_up"))
+    block["w_gate_up"] = jnp.stack([w.reshape(-1, w.shape[-1]) for w in parts])
+    if "w_down" in block:
+        block["w_down"] = block["w_down"].reshape(block["w_down"].shape[0], -1)
     return block
 
 
@@ -185,7 +189,13 @@ def split(block: Params) -> Params:
             q = q.reshape(-1, *q.shape[2:])
             block |= dict(zip(parts, (q, k, v), strict=True))
     joined = block.pop("w_gate_up")
-    return block | {"w_gate": joined[0], "w_up": joined[1]}
+    parts = {"w_gate": joined[0], "w_up": joined[1]}
+    if "router" in block:
+        X = block["router"].shape[0]
+        parts = {name: w.reshape(X, -1, w.shape[1]) for name, w in parts.items()}
+        if "w_down" in block:
+            parts["w_down"] = block["w_down"].reshape(block["w_down"].shape[0], X, -1)
+    return block | parts
 
 
 _MERGED_HEADS = {"wqkv": ("wq", "wk", "wv"), "bqkv": ("bq", "bk", "bv")}
@@ -229,15 +239,17 @@ def mlp(
 ) -> Float[Array, "D B T"]:
     """Gated feed-forward: down(activation(gate) * up).
 
-    A mixture of experts is the same with one more axis, every expert's hidden channels
-    times its share. All experts run for all tokens: the nodes of a tree read nearly all
-    experts' weights anyway, and those are what a step waits for.
+    A mixture of experts is the same with the hidden channels of all of them, each times its
+    expert's share. All experts run for all tokens: the nodes of a tree read nearly all
+    experts' weights anyway, and those are what a step waits for. They are one axis because
+    compilers gather whole weights where the second of two axes is cut over devices.
     """
     joined = linear(params["w_gate_up"], x)
     hidden = ACTIVATIONS[activation](joined[0]) * joined[1]
     if n_used:
         shares = expert_shares(linear(params["router"], x), n_used)
-        hidden = hidden * shares.astype(x.dtype)[:, None]
+        n_hidden = hidden.shape[0] // shares.shape[0]
+        hidden = hidden * jnp.repeat(shares.astype(x.dtype), n_hidden, axis=0)
     return linear(params["w_down"], hidden)
 
 

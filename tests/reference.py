@@ -97,6 +97,8 @@ def mix(layer: dict, residual: Array, x: Array, at: Array, visible: Array, cfg: 
     down = np.asarray(layer["w_down"], np.float64)
     if "router" not in layer:
         return a + feed_forward(n, gate_up, down), heads["k"], heads["v"]
+    gate_up = gate_up.reshape(2, cfg.n_experts, cfg.d_mlp, -1)
+    down = down.reshape(-1, cfg.n_experts, cfg.d_mlp)
     scores = n @ np.asarray(layer["router"], np.float64).T
     for t in range(T):
         best = sorted(range(cfg.n_experts), key=lambda e: -scores[t, e])

@@ -9,7 +9,7 @@ import hlo
 import pytest
 from absl import flags
 
-from configs import llama31_8b, vicuna_33b
+from configs import llama31_8b, mixtral_8x7b, vicuna_33b
 from eagle_jax import cache, sharding
 from experiments import compile_tpu
 from experiments.compile_tpu import CHIPS, EXCHANGE_SECONDS, Run, Work
@@ -170,6 +170,13 @@ def test_the_compiled_verify_step_moves_the_bytes_we_count(verify_8b):
         assert moved == pytest.approx(counted.n_bytes, rel=0.01)
         # The fewest and the most slots in use for which this branch is taken.
         assert needed_bytes(n) <= moved <= 1.15 * needed_bytes(before + 1)
+
+
+def test_the_experts_of_a_mixture_stay_where_they_are(slice_of_v5e):
+    run = run_of(mixtral_8x7b, "model:8", slice_of_v5e)
+    row = compile_tpu.compile_part(run, "verify", CHIPS["v5e"])
+    assert row["collectives"] == {"all-reduce": 3, "all-gather": 2}
+    assert row["temporary_bytes"] < 1e8  # no matrix of 470 MB, whole or in part
 
 
 def test_a_small_target_compiles_for_a_slice(slice_of_v5e):

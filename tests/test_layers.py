@@ -185,12 +185,16 @@ def test_experts_are_shared_out_to_the_best_two():
 def test_joined_experts_come_apart_again():
     rng = np.random.default_rng(0)
     gate, up = (jnp.asarray(rng.normal(size=(4, 3, 5)), jnp.float32) for _ in range(2))
-    joined = layers.merge({"w_gate": gate, "w_up": up, "router": gate[:, 0]})
-    assert joined["w_gate_up"].shape == (2, 4, 3, 5)
-    np.testing.assert_array_equal(joined["w_gate_up"][1, 1, 2], up[1, 2])
+    down = jnp.asarray(rng.normal(size=(5, 4, 3)), jnp.float32)
+    block = {"w_gate": gate, "w_up": up, "w_down": down, "router": gate[:, 0]}
+    joined = layers.merge(block)
+    assert joined["w_gate_up"].shape == (2, 4 * 3, 5)
+    np.testing.assert_array_equal(joined["w_gate_up"][1, 1 * 3 + 2], up[1, 2])
+    np.testing.assert_array_equal(joined["w_down"][:, 2 * 3 + 1], down[:, 2, 1])
     back = layers.split(joined)
-    np.testing.assert_array_equal(back["w_gate"], gate)
-    np.testing.assert_array_equal(back["w_up"], up)
+    assert back.keys() == block.keys()
+    for name, array in block.items():
+        np.testing.assert_array_equal(back[name], array)
 
 
 def test_joined_matrices_keep_each_kv_head_beside_its_queries() -> None:
