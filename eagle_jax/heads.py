@@ -897,7 +897,7 @@ def remarks(head: Head, target: TargetConfig | None = None) -> list[Remark]:
     eagle3, kind = cfg.head == "eagle3", cfg.rope_scaling and cfg.rope_scaling.kind
     on = [name for name in FLAGS if getattr(cfg, name)]
     L, taps = target.n_layers if target else 0, head.taps or ()
-    other_taps = taps and (not target or taps != (2, L // 2, L - 3))
+    other_taps = taps and target and taps != (2, L // 2, L - 3)
     no_size = eagle3 and "draft_vocab_size" not in config
     hidden_theta = "rope_theta" not in config and cfg.rope_theta != 1e4
     narrow = cfg.head_dim * cfg.n_heads != cfg.d_model
@@ -913,8 +913,10 @@ def remarks(head: Head, target: TargetConfig | None = None) -> list[Remark]:
     say("sglang-jax tpu-inference", not eagle3, midlayer_only)
     say("speculators", layout == "midlayer", "maps layers.0.* only; convert it first")
     say("speculators", not eagle3, "has no EAGLE-1 head of this layout")
-    fixed = f"always reads layers 2, L/2, L-3, not taps={taps}"
-    say("official tpu-inference", other_taps, fixed)
+    fixed = "always reads layers 2, L/2, L-3"
+    say("official tpu-inference", other_taps, f"{fixed}, not taps={taps}")
+    unsure = f"{fixed}; name the target to compare taps={taps}"
+    say("official tpu-inference", taps and not target, unsure, False)
     say(
         "sglang",
         0 in taps,

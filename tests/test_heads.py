@@ -905,6 +905,10 @@ def test_the_report_says_what_each_reader_makes_of_a_head(tmp_path: Path) -> Non
         "0123456789abcdef",
     ):
         assert line in text, line
+    unsure = (
+        "always reads layers 2, L/2, L-3; name the target to compare taps=(1, 3, 6)"
+    )
+    assert f"tpu-inference:  {unsure}" in heads.report(tmp_path / "o")
     only = heads.report(tmp_path / "o", "vllm", TARGET)
     assert "vllm:" in only and "official:" not in only
     with pytest.raises(ValueError, match="reader must be one of"):
