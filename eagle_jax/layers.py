@@ -123,11 +123,15 @@ def attention(
     queries = grouped.reshape(B, K, -1, C)
     scores = []
     for k, _, mask in segments:
-        score = product(queries, k, (((3,), (2,)), batch)).astype(jnp.float32)
+        score = product(
+            queries, k, (((3,), (2,)), batch), preferred_element_type=jnp.float32
+        )
         score = score.reshape(B, K, -1, T, k.shape[-1])
         scores.append(jnp.where(mask[:, None, None], score, -1e30))
     for k, _ in own:
-        score = einsum("BKGTC,BKCT->BKGT", grouped, k).astype(jnp.float32)
+        score = einsum(
+            "BKGTC,BKCT->BKGT", grouped, k, preferred_element_type=jnp.float32
+        )
         scores.append(score[..., None])
     top = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
     weights = [jnp.exp(score - jax.lax.stop_gradient(top)) for score in scores]
