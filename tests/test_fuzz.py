@@ -58,19 +58,20 @@ def _hang(*_: object) -> None:
 def bounds(seconds: float = SECONDS, room: int = ROOM) -> Iterator[None]:
     """Makes a hang raise `Hang`, and a big allocation MemoryError.
 
-    Seconds are of this process's computing, so that a busy machine makes no hang.
+    Seconds are of this process's computing, so that a busy machine makes no hang. Not by
+    SIGPROF, which libtpu sends itself once it is loaded.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = signal.signal(signal.SIGPROF, _hang)
+    before = signal.signal(signal.SIGVTALRM, _hang)
     resource.setrlimit(resource.RLIMIT_AS, (used + room, hard))
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def nested(depth: int) -> Any:
