@@ -84,6 +84,9 @@ def _serve() -> None:
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other process
+    # Where libtpu is loaded it is ignored, which a new process takes over.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     for line in sys.stdin:
         seconds, template, variables = json.loads(line)
         # SIGPROF is not caught: it ends the process, whatever it is doing.

@@ -412,6 +412,10 @@ class Progress:
             return
         self.printed = now
         fresh = done - self.first
-        left = (now - self.started) / fresh * (self.total - done) if fresh > 0 else 0.0
+        left = (
+            (now - self.started) / fresh * max(0, self.total - done)
+            if fresh > 0
+            else 0.0
+        )
         eta = f"  ETA {int(left) // 60}:{int(left) % 60:02d}" if fresh > 0 else ""
         print(f"{self.name} {done}/{self.total}  {note}{eta}", flush=True)
