@@ -651,18 +651,26 @@ def test_hostile_templates_are_refused(template, why, tmp_path, monkeypatch):
     assert template_lib.render(CHAT, {"messages": TALK[:1]}) == "<s>user\nHi you</s>\n"
 
 
-def test_the_limit_on_time_holds_where_the_signal_is_ignored(monkeypatch):
-    # As libtpu leaves it: ignored in this process, and so at first in a new one.
-    monkeypatch.setattr(template_lib, "SECONDS", 0.2)
-    template_lib._stop()
-    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
-    try:
-        with pytest.raises(ValueError, match="takes more than"):
-            template_lib.render("{{ 10 ** (10 ** 8) }}", {})
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-        signal.signal(signal.SIGPROF, signal.SIG_DFL if before is None else before)
+IGNORING = """
+import signal
+from eagle_jax import template
+signal.signal(signal.SIGPROF, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
+template.SECONDS = 0.2
+template.render("{{ 10 ** (10 ** 8) }}", {})
+"""
+
+
+def test_the_limit_on_time_holds_where_its_signal_is_ignored():
+    # As libtpu leaves it: ignored in the process, and so at first in one it starts.
+    done = subprocess.run(
+        [sys.executable, "-c", IGNORING],
+        env=os.environ | {"PYTHONPATH": str(drivers.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert GREEDY in done.stderr
 
 
 def test_an_interrupted_rendering_does_not_answer_the_next_one(monkeypatch):
