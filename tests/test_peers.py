@@ -46,7 +46,7 @@ def test_speeds_count_the_second_answer_of_every_prompt(setup, tmp_path, monkeyp
     assert [name for name, _ in asked] == order * 2
     assert [prompt for _, prompt in asked] == [[5]] * 6 + [[6]] * 6
     method = Method({}, DecodeConfig(setup.target_cfg))
-    with flagsaver.flagsaver(head="somewhere"):
+    with flagsaver.flagsaver(head=str(tmp_path)):
         peers.report(setup, method, 8, measured, tmp_path)
     rows = drivers.read_lines(tmp_path / "peers.jsonl")
     speeds = [row["tokens_per_second_with_prefill"] for row in rows]
