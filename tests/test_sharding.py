@@ -220,7 +220,7 @@ def test_the_table_knows_every_parameter(head, n_experts):
     [
         ("layers/0/wqkv", (8, 4, 16, 32), False, P("model", None, None, None)),
         ("layers/0/wqkv", (3, 4, 16, 32), False, P(None, None, None, None)),
-        ("layers/wo", (5, 32, 8, 16), False, P(None, None, "model", None)),
+        ("layers/wo", (5, 32, 128), False, P(None, None, "model")),
         ("target_cache/k", (6, 4, 16, 256), False, P("data", "model", None, None)),
         ("target_cache/k", (3, 4, 16, 256), False, P(None, "model", None, None)),
         ("layer/w_down", (32, 64), True, P("data", "model")),
