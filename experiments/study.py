@@ -110,9 +110,7 @@ def main() -> None:
         print(f"run {number} of {len(runs)}: {shlex.join(command)}", flush=True)
         if FLAGS.list:
             continue
-        code = subprocess.run(
-            [sys.executable, *command[1:]], cwd=common.ROOT
-        ).returncode
+        code = subprocess.run([sys.executable, *command[1:]]).returncode
         if code:
             raise ValueError(f"run {number} failed with exit code {code}; see above")
 
