@@ -20,7 +20,7 @@ from eagle_jax.cache import KVCache
 from eagle_jax.config import DecodeConfig
 from eagle_jax.draft import DraftState
 from eagle_jax.layers import Params
-from eagle_jax.tree import Tree, ancestors
+from eagle_jax.tree import Tree, ancestors, rows_for
 
 
 class DecodeState(NamedTuple):
@@ -134,10 +134,17 @@ def step(
         mask = ancestors(tree.parents, cfg.tree.depth)
         positions = cache.length[:, None] + tree.depths
     with jax.named_scope("target"):
+        N = cfg.tree.n_nodes
+        spare = (0, rows_for(N, len(positions)) - N)
         out = target.forward(
-            params["target"], tree.tokens, positions, mask, cache, cfg.target
+            params["target"],
+            jnp.pad(tree.tokens, ((0, 0), spare)),
+            jnp.pad(positions, ((0, 0), spare)),
+            jnp.pad(mask, ((0, 0), spare, spare)),
+            cache,
+            cfg.target,
         )
-        logits = _score(params, out.top, cfg)
+        logits = _score(params, out.top, cfg)[..., :N]
     with jax.named_scope("verify"):
         if log_q is None:
             sampled = verify.sample(keys, logits, cfg.sampling)

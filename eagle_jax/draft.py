@@ -34,6 +34,7 @@ from eagle_jax.layers import (
     project,
     rms_norm,
     rope_frequencies,
+    turns,
 )
 from eagle_jax.target import TargetOutput
 from eagle_jax.tree import Tree
@@ -199,7 +200,7 @@ def begin(
         residual = h if cfg.norm_before_residual else hidden
         normed = jnp.concatenate([rms_norm(e, layer["embed_norm"], cfg.norm_eps), h])
     speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
-    q, kv = project(layer, normed, positions, speed, cfg.norm_eps)
+    q, kv = project(layer, normed, turns(positions, speed), cfg.norm_eps)
     return Block(residual, q, kv)
 
 
@@ -236,10 +237,11 @@ def run(
         return finish(params, block, look(0, block.kv), cfg), (block.kv,)
     x = params["embed"][tokens].transpose(2, 0, 1).astype(cfg.dtype)
     speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
+    rotation = turns(positions, speed)
     new = []
     for i, layer in enumerate(params["layers"]):
         normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
-        q, kv = project(layer, normed, positions, speed, cfg.norm_eps)
+        q, kv = project(layer, normed, rotation, cfg.norm_eps)
         mixed = attention(q, look(i, kv))
         x = output_and_mlp(layer, x, mixed, cfg.norm_eps)
         new.append(kv)

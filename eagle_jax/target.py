@@ -31,6 +31,7 @@ from eagle_jax.layers import (
     project,
     rms_norm,
     rope_frequencies,
+    turns,
 )
 
 
@@ -146,6 +147,7 @@ def forward(
         sliding window hides what lies further back, in both.
     """
     speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
+    rotation = turns(positions, speed)
     x = embed(params, tokens)
     if cfg.embed_scale != 1:
         x = x * jnp.asarray(cfg.embed_scale, x.dtype)
@@ -173,7 +175,7 @@ def forward(
     def block(x: Array, layer: Params, i: Any) -> tuple[Array, KV]:
         with jax.named_scope("qkv"):
             normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
-            q, kv = project(layer, normed, positions, speed, cfg.norm_eps)
+            q, kv = project(layer, normed, rotation, cfg.norm_eps)
         mixed = attend(q, Segment(kv.k, kv.v, mask), i)
         x = output_and_mlp(
             layer, x, mixed, cfg.norm_eps, cfg.n_experts_used, cfg.activation

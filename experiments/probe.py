@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax import decode, draft, metrics, target
+from eagle_jax import tree as tree_lib
 from eagle_jax.cache import KVCache
 from eagle_jax.config import TargetConfig
 from eagle_jax.layers import Params
@@ -64,7 +65,7 @@ def costs(method: Method, prompt: list[int]) -> dict[str, float]:
             params.get("draft", {}), state.draft, state.root, cfg.draft, tree
         )
 
-    parts = [lambda: verify(1), lambda: verify(tree.n_nodes), propose]
+    parts = [lambda: verify(1), lambda: verify(tree_lib.rows_for(tree.n_nodes)), propose]
     took = np.zeros((ROUNDS + 1, len(parts)))
     for row in took:
         for i, part in enumerate(parts):

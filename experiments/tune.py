@@ -63,16 +63,19 @@ class Costs(NamedTuple):
     Args:
       forward: a step with one drafted level, by number of nodes.
       level: each further level of drafting, by width.
+      batch: prompts decoded together.
     """
 
     forward: dict[int, float]
     level: dict[int, float]
+    batch: int = 1
 
     def step(self, tree: TreeConfig) -> float:
         """Predicts the time of a step."""
         levels = level_widths(tree)
         drafting = sum(_between(self.level, width) for width in levels)
-        return _between(self.forward, tree.n_nodes) + drafting
+        rows = tree_lib.rows_for(tree.n_nodes, self.batch)
+        return _between(self.forward, rows) + drafting
 
 
 def _between(table: dict[int, float], x: int) -> float:
@@ -329,7 +332,7 @@ def measure_costs(
         n: seconds - level[widest] * (by_nodes[n].depth - 1)
         for n, seconds in forward.items()
     }
-    return Costs(forward, level)
+    return Costs(forward, level, batch)
 
 
 def _seconds_per_step(

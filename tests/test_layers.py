@@ -34,7 +34,8 @@ def attend(q, k, v, mask):
 def block(layer, x, positions, mask, cfg: TargetConfig):
     speed = layers.rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     normed = layers.rms_norm(x, layer["attn_norm"], cfg.norm_eps)
-    q, kv = layers.project(layer, normed, positions, speed, cfg.norm_eps)
+    rotation = layers.turns(positions, speed)
+    q, kv = layers.project(layer, normed, rotation, cfg.norm_eps)
     mixed = layers.attention(q, (Segment(*kv, mask),))
     return layers.output_and_mlp(layer, x, mixed, cfg.norm_eps), kv
 
@@ -98,9 +99,8 @@ def test_rotation_follows_the_position_alone():
     speed = layers.rope_frequencies(8, 1e4, None)
     x = np.random.default_rng(3).normal(size=8).astype(np.float32)
     for position in (0, 1, 100, 100_000):
-        got = layers.rotate(
-            jnp.asarray(x)[None, :, None, None], jnp.asarray([[position]]), speed
-        )
+        turn = layers.turns(jnp.asarray([[position]]), speed)
+        got = layers.rotate(jnp.asarray(x)[None, :, None, None], turn)
         want = reference.rotate(x.astype(float), position, np.asarray(speed, float))
         np.testing.assert_allclose(
             got[0, :, 0, 0], want, atol=2e-2 * position / 1e5 + 1e-5

@@ -178,3 +178,10 @@ def test_plain_decoding_has_a_tree_of_one_node():
     )
     assert kept.tokens.tolist() == [[7], [8]]
     assert kept.parents.tolist() == kept.depths.tolist() == [[0], [0]]
+
+
+def test_trees_are_verified_in_powers_of_two_while_the_batch_is_small():
+    rows = [tree.rows_for(n) for n in (1, 2, 3, 5, 8, 9, 17, 26, 32, 33, 60)]
+    assert rows == [1, 2, 4, 8, 8, 16, 32, 32, 32, 33, 60]
+    assert tree.rows_for(6, batch=4) == 8  # 32 tokens in all
+    assert tree.rows_for(6, batch=5) == 6

@@ -92,10 +92,13 @@ def test_a_jump_takes_the_bonus_token_along_and_ends_with_the_answer():
 def test_costs_add_up_levels_between_measured_widths():
     costs = Costs({2: 10.0, 4: 12.0, 8: 20.0}, {1: 1.0, 4: 2.0})
     assert costs.step(tree_lib.chain(1)) == 10.0
-    assert costs.step(TreeConfig(width=4, depth=3, n_nodes=6)) == 16.0 + 2 * 2.0
+    # Six nodes are verified in eight rows; five times six are not padded.
+    assert costs.step(TreeConfig(width=4, depth=3, n_nodes=6)) == 20.0 + 2 * 2.0
+    five = costs._replace(batch=5)
+    assert five.step(TreeConfig(width=4, depth=3, n_nodes=6)) == 16.0 + 2 * 2.0
     static = tree_lib.static(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
     assert tune.level_widths(static) == [2, 1]
-    np.testing.assert_allclose(costs.step(static), 16.0 + (1 + 1 / 3) + 1)
+    np.testing.assert_allclose(costs.step(static), 20.0 + (1 + 1 / 3) + 1)
 
 
 def test_the_driver_writes_a_config_that_names_the_fastest_tree(tmp_path):
