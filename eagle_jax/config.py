@@ -410,6 +410,7 @@ class Config:
       taps: layers whose inputs an EAGLE-3 head reads; empty means the official choice.
       max_len: most cache slots per row; prompt, new tokens and tree depth must fit.
       stacked: keep the target's layers as one stack (`TargetConfig`).
+      quantise: "int8" stores the target's matrices so (`layers.quantise`).
     """
 
     name: str
@@ -418,11 +419,17 @@ class Config:
     seed: int = 0
     max_len: int = 2048
     stacked: bool = False
+    quantise: Literal["none", "int8"] = "none"
     dtype: str = "float32"
     draft: DraftConfig = DraftConfig()
     tree: TreeConfig = TreeConfig()
     sampling: SamplingConfig = SamplingConfig()
     train: TrainConfig = TrainConfig()
+
+    @property
+    def precision(self) -> str:
+        """How the target's weights are stored, and the type it computes in."""
+        return self.dtype if self.quantise == "none" else f"{self.quantise} in {self.dtype}"
 
 
 def override(cfg: T, *assignments: str) -> T:

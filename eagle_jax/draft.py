@@ -29,6 +29,7 @@ from eagle_jax.layers import (
     Segment,
     attention,
     linear,
+    look_up,
     merge,
     output_and_mlp,
     project,
@@ -132,7 +133,8 @@ def tie(params: Params, target_params: Params, cfg: DraftConfig) -> Params:
     if cfg.head == "eagle1" and "head" not in params:
         head = target_params.get("head", target_params["embed"])
         ids = params.get("draft_to_target")
-        tied["head"] = head if ids is None else head[ids]
+        rows = head if ids is None else jax.tree.map(lambda leaf: leaf[ids], head)
+        tied["head"] = rows
     return tied
 
 
@@ -187,7 +189,7 @@ def begin(
     (EAGLE cnets1.py:623, 398). EAGLE-3: both parts are normed, q, k, v read both,
     the residual is the un-normed feature (EAGLE cnets.py:423-430).
     """
-    e = params["embed"][tokens].transpose(2, 0, 1).astype(hidden.dtype)
+    e = look_up(params["embed"], tokens).transpose(2, 0, 1).astype(hidden.dtype)
     layer = params["layer"]
     if cfg.head == "eagle1":
         parts = {"token": [e], "feature": [hidden]}.get(cfg.inputs, [e, hidden])
@@ -235,7 +237,7 @@ def run(
     if cfg.head != "small":
         block = begin(params, tokens, hidden, positions, cfg)
         return finish(params, block, look(0, block.kv), cfg), (block.kv,)
-    x = params["embed"][tokens].transpose(2, 0, 1).astype(cfg.dtype)
+    x = look_up(params["embed"], tokens).transpose(2, 0, 1).astype(cfg.dtype)
     speed = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     rotation = turns(positions, speed)
     new = []

@@ -28,7 +28,52 @@ class Segment(NamedTuple):
     mask: Bool[Array, "B T S"]
 
 
-def linear(w: Float[Array, "*out_in"], x: Float[Array, "*in B T"]) -> Array:
+class Int8(NamedTuple):
+    """A matrix in whole numbers of -127 to 127, times a factor for each output."""
+
+    whole: Int[Array, "*out in"]
+    scale: Float[Array, "*out 1"]
+
+
+Matrix = Float[Array, "*out_in"] | Int8
+QUANTISED = ("embed", "head", "wqkv", "wo", "w_gate_up", "w_down")
+
+
+def quantise(params: Params) -> Params:
+    """Stores the matrices of a target as `Int8`, a quarter of float32 and half of bfloat16.
+
+    The largest weight of every output becomes 127 and the others the nearest whole number.
+    An embedding that is not the LM head too stays: of it a step reads a few rows only.
+    Speculation stays exact: the target is then the quantised one.
+    """
+    names = [name for name in QUANTISED if name != "embed" or "head" not in params]
+
+    def store(w: Array) -> Int8:
+        largest = jnp.abs(w).max(axis=-1, keepdims=True).astype(jnp.float32)
+        scale = jnp.where(largest > 0, largest / 127, 1.0)
+        whole = jnp.round(w.astype(jnp.float32) / scale).astype(jnp.int8)
+        return Int8(whole, scale.astype(w.dtype))
+
+    def visit(path: tuple[Any, ...], w: Array) -> Any:
+        is_matrix = path and getattr(path[-1], "key", None) in names
+        return store(w) if is_matrix else w
+
+    return jax.tree_util.tree_map_with_path(visit, params)
+
+
+def dense(w: Matrix) -> Array:
+    """Returns a matrix as floating-point numbers, quantised or not."""
+    return w.whole.astype(w.scale.dtype) * w.scale if isinstance(w, Int8) else w
+
+
+def look_up(table: Matrix, ids: Int[Array, "*any"]) -> Float[Array, "*any D"]:
+    """Returns rows of an embedding, or of an LM head."""
+    if isinstance(table, Int8):
+        return dense(Int8(table.whole[ids], table.scale[ids]))
+    return table[ids]
+
+
+def linear(w: Matrix, x: Float[Array, "*in B T"]) -> Array:
     """Multiplies a matrix `[*out, *in]` with every token of `[*in, B, T]`.
 
     It is always one product over one axis: compilers are known to transpose weights for
@@ -36,11 +81,41 @@ def linear(w: Float[Array, "*out_in"], x: Float[Array, "*in B T"]) -> Array:
     their inputs to bfloat16, and greedy identity would not be a float32 claim any more.
     """
     n_in = x.ndim - 2
+    if isinstance(w, Int8):
+        out, flat = w.whole.shape[:-1], x.reshape(w.whole.shape[-1], -1)
+        product = _whole_times(w.whole.reshape(-1, len(flat)), flat)
+        product = product.reshape(*out, *x.shape[n_in:])
+        return product * w.scale.reshape(*out, 1, 1)
     out, inner = w.shape[: w.ndim - n_in], math.prod(x.shape[:n_in])
     precision = "highest" if x.dtype == jnp.float32 else None
     flat = x.reshape(inner, -1)
     product = jnp.dot(w.reshape(*out, inner), flat, precision=precision)
     return product.reshape(*out, *x.shape[n_in:])
+
+
+def _whole_times(w: Int[Array, "O X"], x: Float[Array, "X M"]) -> Float[Array, "O M"]:
+    """Multiplies whole numbers with columns.
+
+    CPUs would write all weights down as floating-point numbers before a product; a sum of
+    multiples does not. One column takes them far longer than two (docs/guide.md).
+    """
+    precision = "highest" if x.dtype == jnp.float32 else None
+
+    def by_product(w: Array, x: Array) -> Array:
+        return jnp.dot(w.astype(x.dtype), x, precision=precision)
+
+    def by_sum(w: Array, x: Array) -> Array:
+        terms = w[:, None].astype(jnp.float32) * x.T[None].astype(jnp.float32)
+        return terms.sum(axis=2).astype(x.dtype)
+
+    def of_one(w: Array, x: Array) -> Array:
+        both = by_sum(w, jnp.concatenate([x, 2 * x], axis=1))
+        return both[:, 1:] - both[:, :1]  # exact, and compilers do not know
+
+    if x.shape[1] > 128:  # then writing them down is a small part
+        return by_product(w, x)
+    on_cpu = of_one if x.shape[1] == 1 else by_sum
+    return jax.lax.platform_dependent(w, x, cpu=on_cpu, default=by_product)
 
 
 def rms_norm(

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from eagle_jax.config import DraftConfig, TargetConfig
-from eagle_jax.layers import Params
+from eagle_jax.layers import Int8, Params
 
 T = TypeVar("T")
 Model = TypeVar("Model", TargetConfig, DraftConfig)
@@ -125,9 +125,14 @@ def spec(
       ValueError: a leaf that is not in the table, or a size that does not divide.
     """
     last = name.rpartition("/")[2]
+    if last in Int8._fields:  # cut like the matrix
+        last = name.split("/")[-2]
     cuts = list(_row(last, len(shape), name, shape))
     for axis, cut in enumerate(cuts):
         if cut is None or shape[axis] % sizes[cut] == 0:
+            continue
+        if shape[axis] == 1:  # of `Int8.scale`
+            cuts[axis] = None
             continue
         if cut == "model" and last not in HEADS:
             raise ValueError(

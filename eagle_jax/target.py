@@ -26,6 +26,7 @@ from eagle_jax.layers import (
     Segment,
     attention,
     linear,
+    look_up,
     merge,
     output_and_mlp,
     project,
@@ -210,7 +211,7 @@ def forward(
 
 def embed(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "D B T"]:
     """Looks up token embeddings."""
-    return params["embed"][tokens].transpose(2, 0, 1)
+    return look_up(params["embed"], tokens).transpose(2, 0, 1)
 
 
 def logits(params: Params, top: Float[Array, "D B T"]) -> Float[Array, "V B T"]:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle_jax import cache as cache_lib
 from eagle_jax import draft, sharding, target
 from eagle_jax.config import DraftConfig, TargetConfig, TrainConfig
-from eagle_jax.layers import KV, Params, Segment, linear
+from eagle_jax.layers import KV, Int8, Params, Segment, dense, linear, look_up
 
 
 class Batch(NamedTuple):
@@ -289,7 +289,7 @@ def _unrolled_loss(
         )
 
     own = jnp.stack(outs), given.top, given.likeliest, flags, batch.positions
-    head = target_params.get("head", target_params["embed"])
+    head = dense(target_params.get("head", target_params["embed"]))
     shared = scoring, head, params.get("draft_to_target"), decay * scale
     sums = sharding.by_rows(score, own, (2, 1, 0, 0, 0), shared)
     return sums.loss, Metrics(
@@ -558,13 +558,17 @@ def init(
     params = draft.init(key, cfg, target_cfg)
     if train.head_from_target and "head" in params:
         head = target_params.get("head", target_params["embed"])
-        if head.shape[1] == cfg.d_model:
-            rows = head[draft_to_target].astype(cfg.dtype)
+        if target_cfg.d_model == cfg.d_model:
+            rows = look_up(head, draft_to_target).astype(cfg.dtype)
             params["head"] = jnp.broadcast_to(rows, params["head"].shape)
     if cfg.head == "small":  # the target's first layers
         first = target_params["layers"][: cfg.n_layers]
         own = {"layers": first, "norm": target_params["norm"]}
-        params |= jax.tree.map(lambda leaf: leaf.astype(cfg.dtype), own)
+        params |= jax.tree.map(
+            lambda leaf: dense(leaf).astype(cfg.dtype),
+            own,
+            is_leaf=lambda leaf: isinstance(leaf, Int8),
+        )
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(params, update.init(params), zero, zero)
     return jax.tree.map(jnp.copy, state)  # donated leaves must not share a buffer

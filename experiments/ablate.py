@@ -73,7 +73,7 @@ def main() -> None:
     common.print_config(cfg)
     print(f"device   {common.describe_device()}, jax {jax.__version__}")
     setup = common.load_setup(cfg)
-    print(f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.dtype}")
+    print(f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.precision}")
     evaluator.check_prompts(setup, questions, preset.max_new_tokens)
     plain = evaluator.plain_method(setup)
     paths = {
@@ -295,7 +295,7 @@ def _line(setup: Setup, entry: Entry, preset: Preset) -> dict[str, Any]:
         "temperature": cfg.sampling.temperature,
         "max_new_tokens": preset.max_new_tokens,
         "batch": FLAGS.batch,
-        "dtype": cfg.dtype,
+        "dtype": cfg.precision,
         "tree": dataclasses.asdict(entry.method.cfg.tree),
         "head": heads.head_hash(folder) if folder else None,
         **_training(folder),

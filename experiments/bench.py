@@ -124,6 +124,7 @@ def decoding(setup: Setup) -> list[Part]:
     endless = dataclasses.replace(setup.target_cfg, eos_ids=())
     params: Params = {"target": setup.target_params}
     weights = _read_whole(setup.target_params)
+    n_multiplied = _multiplied(setup.target_params)
     chunk = jnp.arange(100, 100 + decode.CHUNK, dtype=jnp.int32)[None]
     after = jnp.where(jnp.arange(decode.CHUNK)[None] < N_PROMPT - 1, chunk + 1, -1)
 
@@ -143,7 +144,7 @@ def decoding(setup: Setup) -> list[Part]:
     call, n_steps = looped(params, plain)
     parts = [
         Part(
-            "plain step, in its loop", call, weights + used, 2.0 * weights / 4, n_steps
+            "plain step, in its loop", call, weights + used, 2.0 * n_multiplied, n_steps
         )
     ]
     for slots in FLAGS.slots:
@@ -154,7 +155,7 @@ def decoding(setup: Setup) -> list[Part]:
                 jit_forward, setup.target_params, tokens, state.target_cache, endless
             )
             name = f"target forward, {n} nodes, {slots} slots"
-            parts.append(Part(name, call, weights + used, 2.0 * n * weights / 4))
+            parts.append(Part(name, call, weights + used, 2.0 * n * n_multiplied))
     states = [fresh(params, plain, 256) for _ in range(FLAGS.rounds + 1)]
     parts.append(
         Part(
@@ -163,7 +164,7 @@ def decoding(setup: Setup) -> list[Part]:
                 params, states.pop(), chunk, after, jnp.full(1, 8, jnp.int32), plain
             ),
             weights,
-            2.0 * decode.CHUNK * weights / 4,
+            2.0 * decode.CHUNK * n_multiplied,
         )
     )
     return [
@@ -193,12 +194,13 @@ def synthesis(params: Params, endless: TargetConfig) -> Part:
         return tokens
 
     weights = _read_whole(params["target"])
+    n_multiplied = _multiplied(params["target"])
     used = _kv_bytes(states[0], N_PROMPT)  # its shapes hold the rows
     return Part(
         f"synthesis step, {rows} rows",
         steps,
         weights + used,
-        2.0 * rows * weights / 4,
+        2.0 * rows * n_multiplied,
         N_STEPS,
     )
 
@@ -220,7 +222,7 @@ def drafting(
     tree = setup.cfg.tree
     cfg = DecodeConfig(endless, head, tree)
     state = fresh(tied, cfg, 256)
-    n_own, n_head = _bytes(own), own["head"].nbytes
+    n_own, n_head = _bytes(own), _bytes(own["head"])
     n_layer = n_own - n_head - own["fuse"].nbytes
     propose = jax.jit(draft.propose, static_argnames=("cfg", "tree"))
     extend = jax.jit(draft.extend, static_argnames="cfg")
@@ -285,13 +287,14 @@ def drafting(
 
     parts.append(Part("commit", write, sum(x.nbytes for x in jax.tree.leaves(pairs))))
     weights = _read_whole(setup.target_params)
+    n_multiplied = _multiplied(setup.target_params)
     call, n_steps = looped(tied, cfg)
     parts.append(
         Part(
             f"whole step, {tree.n_nodes} nodes, in its loop",
             call,
             weights + levels + n_own,
-            2.0 * tree.n_nodes * weights / 4,
+            2.0 * tree.n_nodes * n_multiplied,
             n_steps,
         )
     )
@@ -329,9 +332,11 @@ def training(setup: Setup) -> list[Part]:
     n = cfg.rows * cfg.row_length
     layer = sum(leaf.size for leaf in jax.tree.leaves(states[0].params))
     layer -= states[0].params["head"].size
-    weights = _read_whole(setup.target_params) / 4
-    body = weights - setup.target_params["embed"].size  # its LM head is not run
-    teacher = 2.0 * setup.target_params["embed"].size
+    t = setup.target_cfg
+    n_embed = t.vocab_size * t.d_model
+    # Its LM head is not run.
+    body = _multiplied(setup.target_params) - n_embed
+    teacher = 2.0 * n_embed
     scoring = 6.0 * states[0].params["head"].size * cfg.ttt_steps
     return [
         Part(
@@ -351,8 +356,17 @@ def training(setup: Setup) -> list[Part]:
 
 def _read_whole(params: Params) -> int:
     """Bytes of a target that every step reads; an own embedding is looked up only."""
-    looked_up = params["embed"].nbytes if "head" in params else 0
+    looked_up = _bytes(params["embed"]) if "head" in params else 0
     return _bytes(params) - looked_up
+
+
+def _multiplied(params: Params) -> int:
+    """Numbers of a target that every token is multiplied with."""
+    looked_up = params["embed"] if "head" in params else ()
+    every, less = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (params, looked_up)
+    )
+    return every - less
 
 
 def _kv_bytes(state: decode.DecodeState, n_tokens: int) -> int:

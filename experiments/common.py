@@ -22,7 +22,7 @@ import jax
 from absl import app, flags, logging
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from eagle_jax import checkpoint, modelconfig, sharding, target, weights
+from eagle_jax import checkpoint, layers, modelconfig, sharding, target, weights
 from eagle_jax import config as config_lib
 from eagle_jax import text as text_lib
 from eagle_jax.config import Config, TargetConfig
@@ -214,12 +214,13 @@ def load_setup(cfg: Config) -> Setup:
         unpadded, target_cfg = target_cfg, sharding.padded(target_cfg, n)
         if cfg.stacked:
             target_cfg = dataclasses.replace(target_cfg, stacked=True)
-        kept = _kept_target(target_cfg, name)
+        store = layers.quantise if cfg.quantise == "int8" else lambda params: params
+        kept = _kept_target(target_cfg, f"{name}-{cfg.precision}".replace(" ", "-"))
         if FLAGS.keep_target and kept.exists():
             print(f"target   {kept} is used")
-            params = checkpoint.restore_params(kept, _like(target_cfg, mesh))
+            params = checkpoint.restore_params(kept, _like(target_cfg, mesh, store))
         else:
-            params = _place(parts, unpadded, target_cfg, mesh)
+            params = _place(parts, unpadded, target_cfg, mesh, store)
             if FLAGS.keep_target:
                 checkpoint.save_params(kept, params)
                 print(f"target   kept in {kept}")
@@ -227,32 +228,42 @@ def load_setup(cfg: Config) -> Setup:
 
 
 def _place(
-    parts: Iterator[Params], cfg: TargetConfig, padded: TargetConfig, mesh: Mesh | None
+    parts: Iterator[Params],
+    cfg: TargetConfig,
+    padded: TargetConfig,
+    mesh: Mesh | None,
+    store: Callable[[Params], Params],
 ) -> Params:
-    """Sends every part to where it belongs before the next one is read."""
+    """Sends every part to where it belongs before the next one is read.
+
+    Args:
+      store: quantises, or does nothing.
+    """
     n = mesh.shape["model"] if mesh else 1
 
     def placed(part: Params) -> Params:
-        return sharding.place(sharding.pad_heads(part, cfg, n)[1], mesh)
+        return sharding.place(store(sharding.pad_heads(part, cfg, n)[1]), mesh)
 
-    params, layers = placed(next(parts)), map(placed, parts)
+    params, blocks = placed(next(parts)), map(placed, parts)
     if padded.stacked:
-        params["layers"] = target.stack_layers(layers, padded.n_layers)
+        params["layers"] = target.stack_layers(blocks, padded.n_layers)
     else:
-        params["layers"] = list(layers)
+        params["layers"] = list(blocks)
     return params
 
 
 def _kept_target(cfg: TargetConfig, name: str) -> Path:
     """Names a target as it is loaded: heads may be padded, layers stacked."""
-    form = f"{cfg.dtype}-{cfg.n_kv_heads}-{'stacked' if cfg.stacked else 'layers'}"
+    form = f"{cfg.n_kv_heads}-{'stacked' if cfg.stacked else 'layers'}"
     # 2: matrices as `layers.merge` makes them; another number where it makes others.
     return weights.default_cache_dir() / "targets" / f"{name}-{form}-2"
 
 
-def _like(cfg: TargetConfig, mesh: Mesh | None) -> Params:
+def _like(
+    cfg: TargetConfig, mesh: Mesh | None, store: Callable[[Params], Params]
+) -> Params:
     """Shapes and placements of a target's parameters."""
-    shapes: Params = jax.eval_shape(lambda: target.init(jax.random.key(0), cfg))
+    shapes: Params = jax.eval_shape(lambda: store(target.init(jax.random.key(0), cfg)))
     if mesh is None:
         one = SingleDeviceSharding(jax.devices()[0])
         where = jax.tree.map(lambda _: one, shapes)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.papers import PaperTarget
-from eagle_jax import cache, decode, draft, sharding, target, train, tree, verify
+from eagle_jax import cache, decode, draft, layers, sharding, target, train, tree, verify
 from eagle_jax.config import Config, DecodeConfig, DraftConfig, TargetConfig, TreeConfig
 from eagle_jax.decode import DecodeState
 from eagle_jax.layers import Params
@@ -220,6 +220,8 @@ class Run(NamedTuple):
         def make() -> Params:
             key = jax.random.key(0)
             own = target.init(key, self.target)
+            if self.cfg.quantise == "int8":
+                own = layers.quantise(own)
             head_params = draft.init(key, head, self.target)
             if head.vocab_size < self.target.vocab_size:
                 head_params["draft_to_target"] = jnp.zeros(head.vocab_size, jnp.int32)
@@ -398,7 +400,7 @@ def count(run: Run, method: str = "EAGLE-3") -> dict[str, Work]:
         n_weights = _per_chip(weights)
         sums = n_sums if n_model > 1 else 0
         return Work(
-            n_bytes=n_weights * itemsize,
+            n_bytes=_bytes_per_chip(weights),
             flops=2 * n_weights * n_tokens,
             n_exchanges=sums,
             exchanged=sums * width * n_tokens * itemsize,
@@ -463,9 +465,15 @@ def resident_bytes(run: Run) -> float:
     params, state = run.params(cfg.draft), run.state(cfg)
     params["draft"].pop("embed")  # the target's
     caches = [both[:2] for both in (state.target_cache, state.draft.cache)]
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves((params, caches))
+    return _bytes_per_chip((params, caches))
+
+
+def _bytes_per_chip(tree: Any) -> float:
+    return float(
+        sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+        )
     )
 
 

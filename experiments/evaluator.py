@@ -58,7 +58,7 @@ def load_method(
     for note in head.notes:
         print(f"head     {note}")
     hashes = (head.meta.get("target_hash"), setup.target_hash)
-    dtypes = (head.meta.get("target_dtype"), setup.cfg.dtype)
+    dtypes = (head.meta.get("target_dtype"), setup.cfg.precision)
     for what, (theirs, ours) in {"target": hashes, "precision": dtypes}.items():
         if theirs not in (None, ours):
             print(

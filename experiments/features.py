@@ -87,7 +87,7 @@ class Store:
         t = setup.target_cfg
         self.setup = setup
         self.width = (len(t.taps) + 1) * t.d_model + 3
-        parts = setup.target_hash, list(t.taps), setup.cfg.dtype, self.width
+        parts = setup.target_hash, list(t.taps), setup.cfg.precision, self.width
         name = fingerprint(*parts)
         self.index = folder / f"{name}.jsonl"
         self.path = folder / f"{name}.float16"

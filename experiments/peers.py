@@ -50,7 +50,7 @@ def main() -> None:
     if not FLAGS.head:
         raise ValueError("--head needs the folder or hub name of a head")
     folder = weights.resolve_head(FLAGS.head)
-    if cfg.dtype != "float32" or cfg.sampling.temperature:
+    if cfg.precision != "float32" or cfg.sampling.temperature:
         raise ValueError("peers are compared in float32 at temperature 0")
     n_new = FLAGS.max_new_tokens or 64
     sets = data.read_questions(Path(FLAGS.questions or evaluator.QUESTIONS))

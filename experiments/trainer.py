@@ -101,7 +101,7 @@ def plan(
         head,
         list(setup.target_cfg.taps),
         setup.target_hash,
-        cfg.dtype,
+        cfg.precision,
         cfg.seed,
         _digest(samples),
     ]
@@ -426,7 +426,7 @@ def export(
         params["fuse"] = params["fuse"] / np.asarray(scale, params["fuse"].dtype)
     meta = {
         "target_hash": setup.target_hash,
-        "target_dtype": setup.cfg.dtype,
+        "target_dtype": setup.cfg.precision,
         "supervised_tokens": int(state.n_tokens),
         "n_trainable": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "train_flops": train_flops(job, int(state.n_tokens)),

@@ -509,7 +509,7 @@ def report(
                 "target": setup.target_cfg.name,
                 "head": heads.head_hash(weights.resolve_head(FLAGS.head)),
                 "batch": FLAGS.batch,
-                "dtype": setup.cfg.dtype,
+                "dtype": setup.cfg.precision,
                 "temperature": setup.cfg.sampling.temperature,
                 "max_new_tokens": FLAGS.max_new_tokens,
                 "prompts_per_set": FLAGS.prompts_per_set,

@@ -490,7 +490,7 @@ def meta_of(setup: Setup, settings: Settings, prompts: str) -> dict[str, Any]:
     made = dataclasses.asdict(settings)
     del made["answer_tokens"], made["batch"]
     names = {"target": setup.target_cfg.name, "target_hash": setup.target_hash}
-    names |= {"dtype": setup.cfg.dtype, "seed": setup.cfg.seed, "prompts": prompts}
+    names |= {"dtype": setup.cfg.precision, "seed": setup.cfg.seed, "prompts": prompts}
     return names | made | {"sampling": sampling}
 
 

@@ -105,7 +105,9 @@ def hbm_bytes(program: Program, trips: int, branch: int, name: str = "ENTRY") ->
     for one in inside.values():
         if one.op in FREE:
             continue
-        if one.op == "while":
+        if one.op == "copy-start":  # its result names source and target
+            total += sum(shape.hbm_bytes for shape in one.shapes[:2])
+        elif one.op == "while":
             total += trips * hbm_bytes(program, trips, branch, one.called("body")[0])
         elif one.op == "conditional":
             taken = one.called("branch_computations")[branch]
@@ -141,8 +143,8 @@ def _used(program: Program, body: dict[str, Instruction], value: Instruction) ->
             total += one.shapes[0].size * width
         elif one.op == "dynamic-update-slice" and one.operands[0] == value.name:
             pass  # in place
-        elif one.op == "bitcast":
-            total += _used(program, body, one)
+        elif one.op == "bitcast" or "output_to_operand_aliasing" in one.rest:
+            total += _used(program, body, one)  # another view of it
         elif one.op == "fusion":
             inner = program[one.called("calls")[0]]
             total += _read(program, inner, one.operands.index(value.name))

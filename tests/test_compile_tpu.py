@@ -172,6 +172,18 @@ def test_the_compiled_verify_step_moves_the_bytes_we_count(verify_8b):
         assert needed_bytes(n) <= moved <= 1.15 * needed_bytes(before + 1)
 
 
+def test_a_quantised_target_is_read_as_it_is_stored(slice_of_v5e):
+    run = of_64_nodes(run_of(llama31_8b, "model:8", slice_of_v5e))
+    run = run._replace(cfg=dataclasses.replace(run.cfg, quantise="int8"), slots=SLOTS)
+    compiled = compile_tpu.lower(run, "verify").compile()
+    used = cache.prefixes(SLOTS)[0]
+    moved = hlo.hbm_bytes(hlo.parse(compiled.as_text()), trips=32, branch=0)
+    counted = compile_tpu.count(run._replace(used=used))["verify"].n_bytes
+    assert moved == pytest.approx(counted, rel=0.02)
+    assert moved < 0.53 * needed_bytes(used)  # of the same step in bfloat16
+    assert compiled.memory_analysis().temp_size_in_bytes < 2e6  # no matrix written down
+
+
 def test_the_experts_of_a_mixture_stay_where_they_are(slice_of_v5e):
     run = run_of(mixtral_8x7b, "model:8", slice_of_v5e)
     row = compile_tpu.compile_part(run, "verify", CHIPS["v5e"])
