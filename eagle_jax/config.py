@@ -429,7 +429,11 @@ class Config:
     @property
     def precision(self) -> str:
         """How the target's weights are stored, and the type it computes in."""
-        return self.dtype if self.quantise == "none" else f"{self.quantise} in {self.dtype}"
+        return (
+            self.dtype
+            if self.quantise == "none"
+            else f"{self.quantise} in {self.dtype}"
+        )
 
 
 def override(cfg: T, *assignments: str) -> T:

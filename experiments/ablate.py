@@ -73,7 +73,9 @@ def main() -> None:
     common.print_config(cfg)
     print(f"device   {common.describe_device()}, jax {jax.__version__}")
     setup = common.load_setup(cfg)
-    print(f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.precision}")
+    print(
+        f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.precision}"
+    )
     evaluator.check_prompts(setup, questions, preset.max_new_tokens)
     plain = evaluator.plain_method(setup)
     paths = {

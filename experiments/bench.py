@@ -36,7 +36,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 15, "Timed rounds.")
 flags.DEFINE_multi_integer("slots", [256, 1024], "Cache slots of target forwards.")
 flags.DEFINE_multi_integer(
-    "nodes", [1, 2, 4, 8, 16, 32, 64], "Tree sizes of target forwards."
+    "nodes", [1, 2, 4, 6, 8, 16, 26, 32, 64], "Tree sizes of target forwards."
 )
 flags.DEFINE_bool("training", True, "Time a training step as well.")
 flags.DEFINE_string("compare", "", "A bench.jsonl: its newest line is set beside ours.")
@@ -78,7 +78,7 @@ def main() -> None:
             spent = time.perf_counter() - began
             seconds[part.name].append(spent / part.per_call)
         progress.show(r + 1)
-    report(parts, seconds, other)
+    report(parts, seconds, other, setup.cfg.precision)
 
 
 def _other() -> dict[str, float]:
@@ -380,7 +380,10 @@ def _bytes(params: Params) -> int:
 
 
 def report(
-    parts: list[Part], seconds: dict[str, list[float]], other: dict[str, float]
+    parts: list[Part],
+    seconds: dict[str, list[float]],
+    other: dict[str, float],
+    precision: str,
 ) -> None:
     """Prints the table and appends one JSON line."""
     medians = {name: float(np.median(s)) for name, s in seconds.items()}
@@ -390,8 +393,8 @@ def report(
         p.flops / medians[p.name] for p in parts if p.name.startswith("matrix product")
     )
     table = Table(
-        title=f"best reading kernel {bandwidth / 1e9:.1f} GB/s, matrix product "
-        f"{rate / 1e9:.0f} GFLOP/s"
+        title=f"target {precision}; best reading kernel {bandwidth / 1e9:.1f} GB/s, "
+        f"matrix product {rate / 1e9:.0f} GFLOP/s"
     )
     columns = ["part", "ms", "quartiles", "MB", "GFLOP", "limit ms", "limit / time"]
     for column in [*columns, *(["time / other"] if other else [])]:
@@ -432,6 +435,7 @@ def report(
         "device": common.describe_device(),
         "jax": jax.__version__,
         "commit": common.commit(),
+        "precision": precision,
         "rounds": FLAGS.rounds,
         "bytes_per_second": bandwidth,
         "flops_per_second": rate,

@@ -29,7 +29,17 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.papers import PaperTarget
-from eagle_jax import cache, decode, draft, layers, sharding, target, train, tree, verify
+from eagle_jax import (
+    cache,
+    decode,
+    draft,
+    layers,
+    sharding,
+    target,
+    train,
+    tree,
+    verify,
+)
 from eagle_jax.config import Config, DecodeConfig, DraftConfig, TargetConfig, TreeConfig
 from eagle_jax.decode import DecodeState
 from eagle_jax.layers import Params

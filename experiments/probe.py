@@ -65,7 +65,11 @@ def costs(method: Method, prompt: list[int]) -> dict[str, float]:
             params.get("draft", {}), state.draft, state.root, cfg.draft, tree
         )
 
-    parts = [lambda: verify(1), lambda: verify(tree_lib.rows_for(tree.n_nodes)), propose]
+    parts = [
+        lambda: verify(1),
+        lambda: verify(tree_lib.rows_for(tree.n_nodes)),
+        propose,
+    ]
     took = np.zeros((ROUNDS + 1, len(parts)))
     for row in took:
         for i, part in enumerate(parts):

@@ -3,8 +3,9 @@
     python -m experiments.study --study=variants --questions=DIR
     python -m experiments.report --results=out
 
-`variants` compares all variants at one budget, `sweeps` changes one number at a time, and
-`heads` trains those for use. A run that was made is not made again; --list shows them all.
+`variants` compares all variants at one budget, `sweeps` changes one number at a time,
+`heads` trains those for use, and `batches` decodes with one that is here in batches of 1 to
+16. A run that was made is not made again; --list shows them all.
 """
 
 import shlex
@@ -16,7 +17,9 @@ from absl import flags
 from experiments import ablate, common  # ablate's flags are handed on
 
 FLAGS = flags.FLAGS
-flags.DEFINE_enum("study", "variants", ["variants", "sweeps", "heads"], "Which runs.")
+flags.DEFINE_enum(
+    "study", "variants", ["variants", "sweeps", "heads", "batches"], "Which runs."
+)
 flags.DEFINE_bool("list", False, "Only print the commands.")
 
 # Given by the user, they go to every run, behind what a study says itself.
@@ -75,6 +78,14 @@ def of_heads() -> list[list[str]]:
     return [[f"--variant={variant}", *given] for variant in ("eagle3", "eagle2")]
 
 
+def of_batches() -> list[list[str]]:
+    """The shipped EAGLE-3 head in batches of 1 to 16, in a tree that pays at batch 1."""
+    head = common.ROOT / "experiments" / "heads" / "eagle3"
+    given = [f"--head={head}", "--prompts_per_set=16", "--max_new_tokens=64"]
+    given += settings(tree__width=2, tree__depth=1, tree__n_nodes=3)
+    return [[f"--batch={batch}", *given] for batch in (1, 2, 4, 8, 16)]
+
+
 def handed_on() -> list[str]:
     """Returns the flags the user gave that every run needs.
 
@@ -103,6 +114,7 @@ def main() -> None:
         "variants": lambda: of_variants(bool(FLAGS.fixed_data)),
         "sweeps": of_sweeps,
         "heads": of_heads,
+        "batches": of_batches,
     }[FLAGS.study]()
     given = handed_on()
     for number, run in enumerate(runs, 1):

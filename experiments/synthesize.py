@@ -53,7 +53,9 @@ def main() -> None:
     common.print_config(cfg)
     print(f"device   {common.describe_device()}, jax {jax.__version__}")
     setup = common.load_setup(cfg)
-    print(f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.precision}")
+    print(
+        f"target   {setup.target_cfg.name}, hash {setup.target_hash}, {cfg.precision}"
+    )
     hashed = writer.hash_prompts(read) if read else "written by the target"
     writer.check_meta(files, writer.meta_of(setup, settings, hashed))
     if folder:

@@ -1,6 +1,5 @@
 """`layers.Int8`: targets whose matrices are stored as whole numbers."""
 
-
 import drivers
 import jax
 import jax.numpy as jnp

@@ -18,6 +18,9 @@ def test_every_run_names_variants_and_settings_that_exist():
         names = named.removeprefix("--variant=").split(",")
         for name in variants.ALL if names == ["all"] else names:
             variants.apply(variants.parse(name), changed)
+    for run in study.of_batches():
+        texts = [flag.removeprefix("--set=") for flag in run if "--set=" in flag]
+        config_lib.override(cfg, *texts)
 
 
 def test_a_study_goes_on_where_it_stopped(tmp_path):
