@@ -46,7 +46,7 @@ def of_variants(fixed: bool) -> list[list[str]]:
 
 
 def of_sweeps() -> list[list[str]]:
-    """Unrolled steps, taps, amount of data and depth of the chain, one at a time."""
+    """Unrolled steps, taps, norms, losses, data and depth of the chain, one at a time."""
     base = ["--prompts_per_set=5", "--max_new_tokens=128"]
     stored = settings(train__features="stored")
     small = [*base, *stored, *settings(train__supervised_tokens=20_000)]
@@ -55,6 +55,16 @@ def of_sweeps() -> list[list[str]]:
     runs += [
         ["--variant=eagle3", *small, *settings(taps=f"[{','.join(map(str, taps))}]")]
         for taps in ((2,), (15,), (27,), (2, 15), (15, 27), (7, 15, 23))
+    ]
+    # The norms of EAGLE-3.1 and other choices in which implementations differ.
+    runs += [
+        ["--variant=eagle3", *small, f"--set={choice}"]
+        for choice in (
+            *("draft.norm_output=true", "draft.fc_norm=true"),
+            *("draft.norm_before_fc=true", "draft.norm_before_residual=true"),
+            *("train.mask=official", "train.normaliser=slots"),
+            "train.head_from_target=false",
+        )
     ]
     runs += [
         ["--variant=eagle3", *base, *stored, *settings(train__supervised_tokens=n)]
