@@ -129,9 +129,12 @@ def test_heads_train_for_and_decode_with_a_quantised_target(tmp_path):
     assert "trained for precision float32, this run uses int8 in float32" in said
 
 
-def test_the_small_draft_starts_from_the_numbers_the_target_stands_for(tmp_path):
-    flags = drivers.ablate_flags(tmp_path / "out", "small_draft")
+@pytest.mark.parametrize("variant", ["eagle1", "medusa", "small_draft"])
+def test_every_kind_of_head_trains_for_a_quantised_target(tmp_path, variant):
+    flags = drivers.ablate_flags(tmp_path, variant)
     drivers.run("ablate", *flags, "--set=quantise=int8")
+    for row in drivers.read_lines(tmp_path / "results.jsonl"):
+        assert row["n_identical"] == row["n_prompts"]
 
 
 def test_only_what_is_stored_is_a_choice(tmp_path):
