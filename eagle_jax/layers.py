@@ -49,10 +49,11 @@ def quantise(params: Params) -> Params:
     names = [name for name in QUANTISED if name != "embed" or "head" not in params]
 
     def store(w: Array) -> Int8:
-        largest = jnp.abs(w).max(axis=-1, keepdims=True).astype(jnp.float32)
-        scale = jnp.where(largest > 0, largest / 127, 1.0)
-        whole = jnp.round(w.astype(jnp.float32) / scale).astype(jnp.int8)
-        return Int8(whole, scale.astype(w.dtype))
+        w32 = w.astype(jnp.float32)
+        largest = jnp.abs(w32).max(axis=-1, keepdims=True)
+        scale = jnp.where(largest == 0, 1.0, largest / 127).astype(w.dtype)  # NaN stays
+        whole = jnp.round(w32 / scale.astype(jnp.float32)).astype(jnp.int8)
+        return Int8(whole, scale)
 
     def visit(path: tuple[Any, ...], w: Array) -> Any:
         is_matrix = path and getattr(path[-1], "key", None) in names
@@ -76,16 +77,15 @@ def look_up(table: Matrix, ids: Int[Array, "*any"]) -> Float[Array, "*any D"]:
 def linear(w: Matrix, x: Float[Array, "*in B T"]) -> Array:
     """Multiplies a matrix `[*out, *in]` with every token of `[*in, B, T]`.
 
-    It is always one product over one axis: compilers are known to transpose weights for
-    einsums over split axes. Float32 products ask for full precision: TPUs otherwise round
-    their inputs to bfloat16, and greedy identity would not be a float32 claim any more.
+    It is one product over one axis: compilers are known to transpose weights for einsums
+    over split axes. What is quantised has one input axis. Float32 products ask for full
+    precision: TPUs otherwise round their inputs to bfloat16, and greedy identity would not
+    be a float32 claim any more.
     """
     n_in = x.ndim - 2
     if isinstance(w, Int8):
-        out, flat = w.whole.shape[:-1], x.reshape(w.whole.shape[-1], -1)
-        product = _whole_times(w.whole.reshape(-1, len(flat)), flat)
-        product = product.reshape(*out, *x.shape[n_in:])
-        return product * w.scale.reshape(*out, 1, 1)
+        product = _whole_times(w.whole, x.reshape(w.whole.shape[-1], -1)) * w.scale
+        return product.reshape(*w.whole.shape[:-1], *x.shape[n_in:])
     out, inner = w.shape[: w.ndim - n_in], math.prod(x.shape[:n_in])
     precision = "highest" if x.dtype == jnp.float32 else None
     flat = x.reshape(inner, -1)
@@ -93,7 +93,7 @@ def linear(w: Matrix, x: Float[Array, "*in B T"]) -> Array:
     return product.reshape(*out, *x.shape[n_in:])
 
 
-def _whole_times(w: Int[Array, "O X"], x: Float[Array, "X M"]) -> Float[Array, "O M"]:
+def _whole_times(w: Int[Array, "*out X"], x: Float[Array, "X M"]) -> Array:
     """Multiplies whole numbers with columns.
 
     CPUs would write all weights down as floating-point numbers before a product; a sum of
@@ -105,12 +105,14 @@ def _whole_times(w: Int[Array, "O X"], x: Float[Array, "X M"]) -> Float[Array, "
         return jnp.dot(w.astype(x.dtype), x, precision=precision)
 
     def by_sum(w: Array, x: Array) -> Array:
-        terms = w[:, None].astype(jnp.float32) * x.T[None].astype(jnp.float32)
-        return terms.sum(axis=2).astype(x.dtype)
+        # Flat: XLA (jax 0.10.2) gets such sums of five axes wrong, the first of size one.
+        rows = w.reshape(-1, 1, len(x)).astype(jnp.float32)
+        terms = rows * x.T[None].astype(jnp.float32)
+        return terms.sum(axis=2).astype(x.dtype).reshape(*w.shape[:-1], -1)
 
     def of_one(w: Array, x: Array) -> Array:
         both = by_sum(w, jnp.concatenate([x, 2 * x], axis=1))
-        return both[:, 1:] - both[:, :1]  # exact, and compilers do not know
+        return both[..., 1:] - both[..., :1]  # exact, and compilers do not know
 
     if x.shape[1] > 128:  # then writing them down is a small part
         return by_product(w, x)
@@ -169,9 +171,9 @@ def turns(positions: Int[Array, "B T"], speed: Float[Array, " C2"]) -> Turns:
     return Turns(*jnp.split(kept, 2))
 
 
-def rotate(x: Float[Array, "H C B T"], turns: Turns) -> Float[Array, "H C B T"]:
+def rotate(x: Float[Array, "H C B T"], rotation: Turns) -> Float[Array, "H C B T"]:
     """Applies rotary position embedding, split-half form."""
-    cos, sin = (part.astype(x.dtype)[None] for part in turns)
+    cos, sin = (part.astype(x.dtype)[None] for part in rotation)
     first, second = jnp.split(x, 2, axis=1)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=1
@@ -296,7 +298,7 @@ _MERGED_HEADS = {"wqkv": ("wq", "wk", "wv"), "bqkv": ("bq", "bk", "bv")}
 def project(
     params: Params,
     x: Float[Array, "D B T"],
-    turns: Turns,
+    rotation: Turns,
     eps: float,
 ) -> tuple[Float[Array, "H C B T"], KV]:
     """Makes rotated queries, and keys and values in cache form, from normed activations."""
@@ -308,7 +310,7 @@ def project(
     if "q_norm" in params:
         q = _channel_norm(q, params["q_norm"], eps)
         k = _channel_norm(k, params["k_norm"], eps)
-    q, k = rotate(q, turns), rotate(k, turns)
+    q, k = rotate(q, rotation), rotate(k, rotation)
     return q, KV(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1))
 
 

@@ -125,13 +125,13 @@ def spec(
       ValueError: a leaf that is not in the table, or a size that does not divide.
     """
     last = name.rpartition("/")[2]
-    if last in Int8._fields:  # cut like the matrix
-        last = name.split("/")[-2]
+    if last in Int8._fields:  # both are cut like the matrix
+        last = name.rpartition("/")[0].rpartition("/")[2]
     cuts = list(_row(last, len(shape), name, shape))
     for axis, cut in enumerate(cuts):
         if cut is None or shape[axis] % sizes[cut] == 0:
             continue
-        if shape[axis] == 1:  # of `Int8.scale`
+        if name.endswith("/scale"):  # one factor for all inputs of an output
             cuts[axis] = None
             continue
         if cut == "model" and last not in HEADS:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle_jax import cache as cache_lib
 from eagle_jax import draft, sharding, target
 from eagle_jax.config import DraftConfig, TargetConfig, TrainConfig
-from eagle_jax.layers import KV, Int8, Params, Segment, dense, linear, look_up
+from eagle_jax.layers import KV, Int8, Matrix, Params, Segment, dense, linear, look_up
 
 
 class Batch(NamedTuple):
@@ -98,11 +98,16 @@ def target_features(
 def likeliest(target_params: Params, top: Float[Array, "D B T"]) -> Int[Array, "B T"]:
     """Returns the target's next token after every token, a few positions at a time."""
 
-    def at(top: Float[Array, "D B"]) -> Int[Array, " B"]:
-        scores = target.logits(target_params, top[:, :, None])[..., 0]
-        return jnp.argmax(scores, axis=0).astype(jnp.int32)
+    D, B, T = top.shape
+    size = min(T, 128)
+    spare = -T % size
 
-    return jax.lax.map(at, top.transpose(2, 0, 1), batch_size=128).T
+    def at(top: Float[Array, "D B X"]) -> Int[Array, "B X"]:
+        return jnp.argmax(target.logits(target_params, top), axis=0).astype(jnp.int32)
+
+    parts = jnp.pad(top, ((0, 0), (0, 0), (0, spare))).reshape(D, B, -1, size)
+    found = jax.lax.map(at, parts.transpose(2, 0, 1, 3))
+    return found.transpose(1, 0, 2).reshape(B, -1)[:, :T]
 
 
 def unroll(
@@ -289,7 +294,7 @@ def _unrolled_loss(
         )
 
     own = jnp.stack(outs), given.top, given.likeliest, flags, batch.positions
-    head = dense(target_params.get("head", target_params["embed"]))
+    head = target_params.get("head", target_params["embed"])
     shared = scoring, head, params.get("draft_to_target"), decay * scale
     sums = sharding.by_rows(score, own, (2, 1, 0, 0, 0), shared)
     return sums.loss, Metrics(
@@ -331,7 +336,7 @@ def chunked_loss(
     trained: Params,
     outs: Float[Array, "I D X"],
     scoring: Params,
-    target_head: Float[Array, "V D2"],
+    target_head: Matrix,
     draft_to_target: Int[Array, " U"] | None,
     top: Float[Array, "D2 X"],
     likeliest: Int[Array, " X"] | None,
@@ -375,7 +380,7 @@ def _chunked_fwd(
     trained: Params,
     outs: Float[Array, "I D X"],
     scoring: Params,
-    target_head: Float[Array, "V D2"],
+    target_head: Matrix,
     draft_to_target: Int[Array, " U"] | None,
     top: Float[Array, "D2 X"],
     likeliest: Int[Array, " X"] | None,
@@ -386,7 +391,7 @@ def _chunked_fwd(
     train: TrainConfig,
 ) -> tuple[Sums, tuple[Params, Array]]:
     n_steps, _, n_places = outs.shape
-    vocab = target_head.shape[0]
+    vocab = jax.tree.leaves(target_head)[0].shape[0]
     size = min(CHUNK, n_places)
     (where,) = jnp.nonzero(flags, size=n_places + size, fill_value=0)
     where = where.astype(jnp.int32)
@@ -396,9 +401,9 @@ def _chunked_fwd(
         inside = jnp.zeros(vocab, bool).at[draft_to_target].set(True)
     back = jnp.arange(n_steps, dtype=jnp.int32) + int(cfg.head != "small")
 
-    short = likeliest is not None and draft_to_target is not None
-    if short:
-        target_head = target_head[draft_to_target]
+    short = False
+    if likeliest is not None and draft_to_target is not None:
+        short, target_head = True, look_up(target_head, draft_to_target)
 
     def chunk_loss(
         trained: Params, out: Array, feature: Array, first: Array, reaches: Array

@@ -478,11 +478,11 @@ def resident_bytes(run: Run) -> float:
     return _bytes_per_chip((params, caches))
 
 
-def _bytes_per_chip(tree: Any) -> float:
+def _bytes_per_chip(leaves: Any) -> float:
     return float(
         sum(
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(tree)
+            for x in jax.tree.leaves(leaves)
         )
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from eagle_jax import decode, draft, heads, metrics, sharding, target
 from eagle_jax import text as text_lib
+from eagle_jax import tree as tree_lib
 from eagle_jax.config import DecodeConfig, DraftConfig, TreeConfig
 from eagle_jax.data import Question
 from eagle_jax.layers import Params
@@ -295,7 +296,7 @@ def near_tie(
     )
     context = prompt + theirs[:at]
     params, cfg, copies = method
-    n_nodes = cfg.tree.n_nodes
+    n_nodes = tree_lib.rows_for(cfg.tree.n_nodes, copies)
     root = jnp.asarray(context[-1:], jnp.int32)
     filler = jnp.asarray(context[-n_nodes:], jnp.int32)[None]
     many = jnp.concatenate([root[None], filler], axis=1)[:, :n_nodes]

@@ -120,6 +120,11 @@ def handed_on() -> list[str]:
 
 
 def main() -> None:
+    if FLAGS.study == "batches" and (FLAGS["batch"].present or not FLAGS.questions):
+        raise ValueError(
+            "this study takes batches of 1 to 16 from each set, so --batch is its own; it "
+            "needs --questions=FOLDER of sets of 16 prompts or more"
+        )
     runs = {
         "variants": lambda: of_variants(bool(FLAGS.fixed_data)),
         "sweeps": of_sweeps,

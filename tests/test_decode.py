@@ -520,3 +520,20 @@ def test_a_cache_read_in_part_decodes_the_same_tokens(params, plain, monkeypatch
     assert decode.generate(both, PROMPTS, DecodeConfig(t), NEW) == plain
     cfg = DecodeConfig(t, D, TREES["dynamic"])
     assert decode.generate(both, PROMPTS, cfg, NEW) == plain
+
+
+@pytest.mark.parametrize(("n_nodes", "n_rows"), [(5, 8), (7, 8), (8, 8), (10, 16)])
+def test_nodes_are_verified_in_a_power_of_two(params, monkeypatch, n_nodes, n_rows):
+    cfg = dataclasses.replace(GROWN, tree=TreeConfig(width=3, depth=3, n_nodes=n_nodes))
+    seen = []
+    forward = target.forward
+
+    def watched(own, tokens, positions, mask, *rest):
+        seen.append((tokens.shape, positions.shape, mask.shape))
+        return forward(own, tokens, positions, mask, *rest)
+
+    monkeypatch.setattr(target, "forward", watched)
+    state = decode.start(params, [PROMPTS[1]], cfg, 4)
+    seen.clear()
+    jax.eval_shape(lambda p, s: decode.step(p, s, cfg), params, state)
+    assert seen == [((1, n_rows), (1, n_rows), (1, n_rows, n_rows))]

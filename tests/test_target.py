@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -239,3 +240,20 @@ def test_the_stacked_form_reads_the_cache_no_further_than_it_is_in_use(lengths, 
     out, logits = forward(p, tokens, positions, mask, at, cfg)
     np.testing.assert_allclose(logits, want[1], atol=1e-5)
     np.testing.assert_allclose(out.taps, want[0].taps, atol=1e-5)
+
+
+def test_rotations_are_computed_once_for_all_layers():
+    text = []
+    for n_layers in (1, 3):
+        cfg = tiny.target_config(n_layers=n_layers)
+        call = jax.jit(target.forward, static_argnames="cfg").lower(
+            tiny.params(0, cfg)["target"],
+            jnp.zeros((1, 4), jnp.int32),
+            jnp.arange(4)[None],
+            jnp.ones((1, 4, 4), bool),
+            cache.init(n_layers, 1, cfg.n_kv_heads, cfg.head_dim, 32, cfg.dtype),
+            cfg,
+        )
+        text.append(call.compile().as_text())
+    n_cosines = [len(re.findall(r" cosine\(", one)) for one in text]
+    assert n_cosines[0] == n_cosines[1] > 0
