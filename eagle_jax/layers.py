@@ -97,7 +97,7 @@ def _whole_times(w: Int[Array, "*out X"], x: Float[Array, "X M"]) -> Array:
     """Multiplies whole numbers with columns.
 
     CPUs would write all weights down as floating-point numbers before a product; a sum of
-    multiples does not. One column takes them far longer than two (docs/guide.md).
+    multiples does not. XLA's sum for one column alone is slow, so one is done as two.
     """
     precision = "highest" if x.dtype == jnp.float32 else None
 
@@ -164,8 +164,8 @@ def turns(positions: Int[Array, "B T"], speed: Float[Array, " C2"]) -> Turns:
     """
     angle = speed[:, None, None] * positions.astype(jnp.float32)[None]
     # The product with the identity changes nothing but that compilers keep its result. They
-    # would otherwise compute both anew in every layer and for every head, which on CPUs is
-    # a tenth of a pass over 8 tokens; an optimization_barrier is gone before they fuse.
+    # would otherwise compute both anew in every layer and for every head; on CPUs an
+    # optimization_barrier is gone before they fuse.
     both = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)])
     kept = linear(jnp.eye(len(both), dtype=both.dtype), both)
     return Turns(*jnp.split(kept, 2))

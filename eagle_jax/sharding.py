@@ -113,7 +113,8 @@ def spec(
     Three kinds of leaves that do not divide stay whole instead, which changes no number:
     attention whose K/V heads do not divide `model` (`pad_heads` avoids it; `wo`, which
     reads all heads as one axis, may still divide), batches of
-    fewer rows than `data` or other than a multiple, and what `fsdp` finds no axis for.
+    fewer rows than `data` or other than a multiple, and what `fsdp` finds no axis for. The
+    factors of an `Int8` have one for all inputs, which is never cut.
 
     Args:
       name: path of the leaf; its last part is looked up.

@@ -44,3 +44,9 @@ def test_a_study_goes_on_where_it_stopped(tmp_path):
     assert drivers.read_lines(tmp_path / "results.jsonl") == lines
     wrong = drivers.fail("study", *given, "--variant=all")
     assert "--variant is for experiments.ablate" in wrong
+
+
+def test_the_study_of_batches_needs_large_sets_and_its_own_batches():
+    assert "--questions=FOLDER" in drivers.fail("study", "--study=batches")
+    given = ["--study=batches", "--questions=somewhere", "--batch=4"]
+    assert "--batch is its own" in drivers.fail("study", *given)
