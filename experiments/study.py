@@ -34,7 +34,7 @@ def settings(**fields: object) -> list[str]:
 
 def of_variants(fixed: bool) -> list[list[str]]:
     """All variants on the same tokens, and with the nodes of EAGLE-1's static tree."""
-    given = settings(train__features="stored", train__supervised_tokens=40_000)
+    given = settings(train__features="stored", train__supervised_tokens=100_000)
     given += settings(tree__width=7, tree__n_nodes=26)  # 7: 26 nodes to expand
     given += ["--prompts_per_set=10", "--max_new_tokens=128", "--probe=1"]
     more = "eagle1_no_noise" + ",eagle1_fixed" * fixed
