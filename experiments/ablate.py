@@ -13,7 +13,7 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from eagle_jax import data, heads, weights
+from eagle_jax import data, heads, sharding, weights
 from eagle_jax.config import Config, DecodeConfig, fingerprint
 from eagle_jax.data import Question, Sample
 from experiments import common, evaluator, probe, trainer, variants
@@ -247,6 +247,8 @@ def measure(
     for task, missing in todo.items():
         if not missing:
             continue
+        due = [names[entry.variant, task] for entry in missing]
+        answered = out / "answers" / f"{fingerprint(due)}.jsonl"
         results = evaluator.run_task(
             setup,
             [entry.method for entry in missing],
@@ -257,6 +259,7 @@ def measure(
             FLAGS.batch,
             progress,
             done,
+            answered,
         )
         done += len(questions[task])
         for entry, result in zip(missing, results, strict=True):
@@ -269,6 +272,8 @@ def measure(
             row |= {"jax": jax.__version__}
             common.append_line(path, row)
             known[name] = row
+        if sharding.is_first():
+            answered.unlink()
     return [
         known[names[entry.variant, task]] for entry in entries for task in questions
     ]

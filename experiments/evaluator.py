@@ -18,6 +18,7 @@ from eagle_jax.config import DecodeConfig, DraftConfig, TreeConfig
 from eagle_jax.data import Question
 from eagle_jax.layers import Params
 from eagle_jax.metrics import Answer, Turn
+from experiments import common
 from experiments.common import ROOT, Progress, Setup
 
 QUESTIONS = ROOT / "experiments" / "data" / "questions"
@@ -152,24 +153,28 @@ def run_task(
     batch: int,
     progress: Progress,
     done: int,
+    answered: Path,
 ) -> list[TaskResult]:
     """Answers every turn of every question with plain decoding and each method in turn.
 
     All answer one batch before the next one begins, so a change in the machine's speed
     hits all of them alike. A later turn's context holds the method's own earlier answers.
 
+    Args:
+      answered: a file that keeps every batch's answers, for a run that is stopped.
+
     Raises:
       ValueError: a prompt does not fit into `max_len`.
     """
-    groups = [
-        range(start, min(start + batch, len(questions)))
-        for start in range(0, len(questions), batch)
-    ]
+    groups = [questions[i : i + batch] for i in range(0, len(questions), batch)]
+    everyone = [plain, *(method for method in methods if method is not plain)]
+    kept = common.read_lines(answered)
 
-    def ask(method: Method, group: range, answers: list[Answer]) -> None:
-        for turn in range(max(len(questions[i].turns) for i in group)):
-            asking = [i for i in group if turn < len(questions[i].turns)]
-            prompts = [_prompt(setup, questions[i], answers[i]) for i in asking]
+    def ask(method: Method, group: list[Question]) -> list[Answer]:
+        answers: list[Answer] = [[] for _ in group]
+        for turn in range(max(len(question.turns) for question in group)):
+            asking = [i for i, q in enumerate(group) if turn < len(q.turns)]
+            prompts = [_prompt(setup, group[i], answers[i]) for i in asking]
             try:
                 new = answer(
                     method,
@@ -179,26 +184,37 @@ def run_task(
                     setup.cfg.max_len,
                 )[: len(prompts)]
             except ValueError as fault:
-                ids = ", ".join(str(questions[i].id) for i in asking)
+                ids = ", ".join(str(group[i].id) for i in asking)
                 raise ValueError(
                     f"{task}, question {ids}, turn {turn + 1}: {fault}"
                 ) from fault
             for i, one in zip(asking, new, strict=True):
                 answers[i].append(one)
+        return answers
 
-    baseline: list[Answer] = [[] for _ in questions]
-    ours: list[list[Answer]] = [[[] for _ in questions] for _ in methods]
-    for group in groups:
-        ask(plain, group, baseline)
-        for method, answers in zip(methods, ours, strict=True):
-            if method is not plain:
-                ask(method, group, answers)
-        progress.show(done + group.stop, task)
+    all_answers: list[list[Answer]] = [[] for _ in everyone]
+    for number, group in enumerate(groups):
+        if number < len(kept):
+            new = [
+                [[Turn(**turn) for turn in one] for one in answers]
+                for answers in kept[number]["answers"]
+            ]
+        else:
+            new = [ask(method, group) for method in everyone]
+            said = [[[turn._asdict() for turn in one] for one in a] for a in new]
+            common.append_line(answered, {"answers": said})
+        for answers, more in zip(all_answers, new, strict=True):
+            answers += more
+        done += len(group)
+        if number >= len(kept):
+            progress.show(done, task)
+    baseline = all_answers[0]
+    others = iter(all_answers[1:])
     return [
         TaskResult(baseline, baseline, len(questions), 0, [])
         if method is plain
-        else _compare(setup, method, task, questions, answers, baseline)
-        for method, answers in zip(methods, ours, strict=True)
+        else _compare(setup, method, task, questions, next(others), baseline)
+        for method in methods
     ]
 
 

@@ -64,6 +64,7 @@ def test_a_trained_head_is_measured_and_identical_to_plain_decoding():
     for words in ("tau pooled", "2 of 2", "1 of 1", "3 of 3", "tiny, hash tiny"):
         assert words in said
     assert "NOT IDENTICAL" not in said and "WARNING" not in said
+    assert not list((out / "answers").iterdir())  # every set's line is written
 
 
 def test_the_command_it_ends_with_answers_a_prompt():
@@ -309,7 +310,7 @@ def test_what_a_target_leaves_open_comes_from_its_tokenizer(
     assert "repetition_penalty=1.05" in said
 
 
-def test_a_later_turn_without_room_names_its_question(setup, monkeypatch):
+def test_a_later_turn_without_room_names_its_question(setup, monkeypatch, tmp_path):
     def no_room(*_: Any) -> None:
         raise ValueError("no room: a prompt of 300 tokens")
 
@@ -326,6 +327,7 @@ def test_a_later_turn_without_room_names_its_question(setup, monkeypatch):
             1,
             common.Progress("decode", 1),
             0,
+            tmp_path / "answers.jsonl",
         )
 
 
@@ -351,7 +353,9 @@ def test_where_two_texts_part_the_gap_of_the_target_is_measured():
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.5])
-def test_texts_that_differ_are_counted_and_near_ties_apart(setup, monkeypatch, noise):
+def test_texts_that_differ_are_counted_and_near_ties_apart(
+    setup, monkeypatch, tmp_path, noise
+):
     plain = evaluator.Method({}, DecodeConfig(setup.target_cfg))
     drafted = evaluator.Method({}, plain.cfg)
     others = {"a": [1, 2, 3], "b": [1, 5, 3]}
@@ -367,11 +371,58 @@ def test_texts_that_differ_are_counted_and_near_ties_apart(setup, monkeypatch, n
     asked = [Question(8, "", ["a"]), Question(9, "", ["b"])]
     progress = common.Progress("decode", 2)
     (result,) = evaluator.run_task(
-        setup, [drafted], plain, "sum", asked, 3, 1, progress, 0
+        setup, [drafted], plain, "sum", asked, 3, 1, progress, 0, tmp_path / "a.jsonl"
     )
     assert result.n_identical == 1
     assert result.n_near_tie == (noise > 0.3)
     assert result.mismatches == [f"sum 9 turn 0: {tie}"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_set_that_is_broken_off_goes_on_after_its_last_batch(
+    setup, monkeypatch, tmp_path, batch
+):
+    plain = evaluator.Method({}, DecodeConfig(setup.target_cfg))
+    drafted = evaluator.Method({}, plain.cfg)
+    questions = [Question(i, "", ["a", "b"][: 1 + i % 2]) for i in range(5)]
+    calls: list[list[str]] = []
+    last = 1000
+
+    def answer(method: Any, prompts: list[str], *_: Any) -> list[Turn]:
+        if len(calls) == last:
+            raise KeyboardInterrupt
+        calls.append(prompts)
+        steps = 1 + (method is drafted)
+        return [
+            Turn([*map(ord, one)], [0] * steps, [1] * steps, 0.5, 0.25, 7)
+            for one in prompts
+        ]
+
+    def prompt(_: Any, question: Question, so_far: list[Turn]) -> str:
+        return f"{question.id}{question.turns[len(so_far)]}"
+
+    monkeypatch.setattr(evaluator, "answer", answer)
+    monkeypatch.setattr(evaluator, "_prompt", prompt)
+
+    def run(name: str) -> list[evaluator.TaskResult]:
+        progress = common.Progress("decode", 5)
+        methods, file = [drafted, plain], tmp_path / name
+        return evaluator.run_task(
+            setup, methods, plain, "sum", questions, 3, batch, progress, 0, file
+        )
+
+    whole = run("whole")
+    n_calls, last = len(calls), len(calls) - 1
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run("broken")
+    last = 1000
+    assert run("broken") == whole
+    n_again = len(calls) + 1 - n_calls
+    assert 0 <= n_again < 2 * batch * 2  # of the last batch only
+    calls.clear()
+    assert run("broken") == whole and not calls
+    assert whole[0].answers != whole[1].answers == whole[1].baseline
 
 
 def test_a_head_of_another_target_of_the_same_shape_warns(setup, capsys):
