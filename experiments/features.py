@@ -112,7 +112,7 @@ class Store:
             self._compute([samples[i] for i in missing.values()])
         shape = (self.n_rows, self.width)  # a kill may leave part of a row behind
         self.rows = np.memmap(self.path, np.float16, "r", shape=shape)
-        self.place = np.zeros(max(s.start + len(s.tokens) for s in samples), np.int64)
+        self.place = np.full(max(s.start + len(s.tokens) for s in samples), -1)
         for name, sample in zip(names, samples, strict=True):
             n = len(sample.tokens)
             self.place[sample.start : sample.start + n] = self.start[name] + np.arange(
@@ -149,8 +149,16 @@ class Store:
                 progress.show(done)
 
     def raw(self, packed: Packed) -> Float[Any, "B T X"]:
-        """Returns what is stored of one batch; padding gets some sample's."""
-        return jnp.asarray(self.rows[self.place[packed.source]])
+        """Returns what is stored of one batch; padding gets some sample's.
+
+        Raises:
+          LookupError: a batch of samples that were not added.
+        """
+        real = packed.segments > 0
+        source = np.where(real, packed.source, packed.source[real][0])
+        if source.max() >= len(self.place) or (self.place[source] < 0).any():
+            raise LookupError("no features of this batch: its samples were not added")
+        return jnp.asarray(self.rows[self.place[source]])
 
 
 def _is_entry(row: dict[str, Any], stored: int) -> bool:

@@ -28,7 +28,7 @@ from experiments.features import Online, Store, given, to_batch
 from experiments.variants import Variant
 
 TRAINING_DATA = (ROOT / "experiments" / "data" / "train.jsonl.gz",)
-
+SCALE_BATCHES = 4  # from which `feature_scale` is taken
 
 jit_train_step = jax.jit(
     train.train_step,
@@ -189,7 +189,7 @@ def fit(job: Job, retrain: bool = False, fsdp: bool = False) -> Path:
     mesh = sharding.mesh_of(setup.target_params)
     fixed = {"embed": setup.target_params["embed"], "draft_to_target": ids}
     fixed = sharding.place(fixed, mesh)
-    job.features.add([*job.samples, *job.held_out])
+    job.features.add([*samples_read(job), *job.held_out])
     scale = feature_scale(job)
     if job.start is not None:
         params = dict(job.start)
@@ -271,6 +271,20 @@ def fit(job: Job, retrain: bool = False, fsdp: bool = False) -> Path:
     return job.head
 
 
+def samples_read(job: Job) -> list[Sample]:
+    """Returns the samples that training reads, fewer than all in less than an epoch."""
+    train_cfg, seed = job.setup.cfg.train, job.setup.cfg.seed
+    stream = data.batches(job.samples, seed, train_cfg.rows, train_cfg.row_length)
+    n_batches = max(job.n_steps, SCALE_BATCHES)
+    read: set[int] = set()
+    for _, (_, packed) in zip(range(n_batches), stream, strict=False):
+        firsts = (packed.positions == 0) & (packed.segments > 0)
+        read |= {int(i) for i in packed.source[firsts]}
+        if len(read) >= len(job.samples):
+            break
+    return [sample for sample in job.samples if sample.start in read]
+
+
 @contextlib.contextmanager
 def _notes_sigterm() -> Iterator[threading.Event]:
     """Notes SIGTERM instead of dying of it, so that the step under way is finished.
@@ -335,7 +349,7 @@ def feature_scale(job: Job) -> jax.Array:
         return ones
     stream = data.batches(job.samples, cfg.seed, cfg.train.rows, cfg.train.row_length)
     seen = []
-    for _, (_, packed) in zip(range(4), stream, strict=False):
+    for _, (_, packed) in zip(range(SCALE_BATCHES), stream, strict=False):
         features = given_of(job, packed, ones)
         read = sharding.to_host(features.read).astype(np.float32)
         seen.append(read[:, packed.segments > 0])

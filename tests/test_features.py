@@ -13,7 +13,7 @@ from absl import flags
 from configs import tiny as tiny_config
 from eagle_jax import data
 from eagle_jax.data import Packed, Sample
-from experiments import features, trainer
+from experiments import features, trainer, variants
 from experiments.common import Setup
 from experiments.features import Online, Store
 
@@ -72,6 +72,41 @@ def test_what_is_stored_is_not_computed_again(setup, samples, tmp_path, monkeypa
     again.add(samples)
     assert computed
     assert_read(again, Online(setup), samples)
+
+
+def test_a_batch_that_was_not_added_is_refused(setup, samples, tmp_path):
+    store = Store(setup, tmp_path)
+    store.add(samples[2:5])
+    store.raw(
+        batch(samples, [2, 3, 4])
+    )  # padding points at sample 0, which is not there
+    for order in ([1, 2], [2, 11]):
+        with pytest.raises(LookupError, match="its samples were not added"):
+            store.raw(batch(samples, order))
+
+
+def test_only_samples_that_training_reads_get_features(setup, samples, tmp_path):
+    def read(supervised_tokens: int) -> tuple[trainer.Job, list[int]]:
+        train = dataclasses.replace(
+            setup.cfg.train, supervised_tokens=supervised_tokens, features="stored"
+        )
+        given = setup._replace(cfg=dataclasses.replace(setup.cfg, train=train))
+        job = trainer.plan(given, variants.parse("eagle3"), samples, tmp_path)
+        return job, [sample.start for sample in trainer.samples_read(job)]
+
+    job, some = read(30)
+    assert job.n_steps < trainer.SCALE_BATCHES < len(job.samples)
+    seen = set()
+    for k, packed in data.batches(job.samples, setup.cfg.seed, 2, 128):
+        if k == trainer.SCALE_BATCHES:
+            break
+        seen |= set(packed.source[packed.segments > 0].tolist())
+    assert some == [s.start for s in job.samples if s.start in seen]
+    job, everything = read(10_000)
+    assert everything == [sample.start for sample in job.samples]
+    job, _ = read(30)
+    job.features.add(trainer.samples_read(job))
+    trainer.feature_scale(job)  # reads the first batches, and finds them
 
 
 def test_a_kill_loses_the_newest_sample_at_most(setup, samples, tmp_path):
