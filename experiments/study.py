@@ -14,7 +14,7 @@ import sys
 
 from absl import flags
 
-from experiments import ablate, common  # ablate's flags are handed on
+from experiments import ablate, common, variants  # ablate's flags are handed on
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum(
@@ -33,21 +33,24 @@ def settings(**fields: object) -> list[str]:
 
 
 def of_variants(fixed: bool) -> list[list[str]]:
-    """All variants on the same tokens, and with the nodes of EAGLE-1's static tree."""
+    """All variants on the same tokens, and with the nodes of EAGLE-1's static tree.
+
+    Parts of a method (chains, trees without a part, training data) at temperature 0 only.
+    """
     given = settings(train__features="stored", train__supervised_tokens=100_000)
     given += settings(tree__width=7, tree__n_nodes=26)  # 7: 26 nodes to expand
     given += ["--prompts_per_set=10", "--max_new_tokens=128", "--probe=1"]
     more = "eagle1_no_noise" + ",eagle1_fixed" * fixed
+    named = ",".join(name for name in variants.BASES if name != "vanilla_twice")
     return [
-        [f"--variant={variant}", *given, f"--temperature={temperature}"]
-        for temperature in (0, 1)
-        for variant in ("all", more)
+        [f"--variant={chosen}", *given, f"--temperature={temperature}"]
+        for chosen, temperature in (("all", 0), (more, 0), (named, 1))
     ]
 
 
 def of_sweeps() -> list[list[str]]:
     """Unrolled steps, taps, norms, losses, data and depth of the chain, one at a time."""
-    base = ["--prompts_per_set=5", "--max_new_tokens=128"]
+    base = ["--prompts_per_set=5", "--max_new_tokens=64"]
     stored = settings(train__features="stored")
     small = [*base, *stored, *settings(train__supervised_tokens=20_000)]
     steps = [f"eagle3_ttt{i}{tree}" for i in range(1, 8) for tree in ("", "_chain")]
