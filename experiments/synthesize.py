@@ -27,6 +27,11 @@ flags.DEFINE_string(
     "File or folder of prompts: FastChat JSONL, conversations, or text with one prompt a "
     "line; empty: the target makes them up.",
 )
+flags.DEFINE_string(
+    "summarise",
+    "",
+    "Conversations whose long turns are put to the target to sum up, instead of prompts.",
+)
 flags.DEFINE_list("temperatures", ["0", "0.7", "1.0"], "Each gets an equal share.")
 flags.DEFINE_integer("max_new_tokens", 384, "Most tokens of an answer.")
 flags.DEFINE_integer("max_prompt_tokens", 120, "Drop longer prompts.")
@@ -42,10 +47,15 @@ def main() -> None:
     cfg = common.load_config()
     settings = configure()
     read = None
+    given = FLAGS.prompts or FLAGS.summarise
+    if FLAGS.prompts and FLAGS.summarise:
+        raise ValueError("give --prompts or --summarise, not both")
+    if given and not Path(given).exists():
+        raise ValueError(f"there is no {given!r} to read prompts from")
     if FLAGS.prompts:
-        if not Path(FLAGS.prompts).exists():
-            raise ValueError(f"there is no {FLAGS.prompts!r} to read prompts from")
-        read = writer.read_prompts(Path(FLAGS.prompts))
+        read = writer.read_prompts(Path(given))
+    elif FLAGS.summarise:
+        read = writer.summaries(Path(given), cfg.seed)
     folder = weights.resolve_head(FLAGS.head) if FLAGS.head else None
     depth = cfg.tree.depth if FLAGS.head else 0
     settings.slots(depth, cfg.max_len)  # says at once if there is no room

@@ -36,6 +36,15 @@ CHUNK = 32  # prompt tokens per prefill call; what users ask is short
 PATIENCE = 256  # answers dropped in a row before the run gives up
 # Of prompts: few wrong words without the sort of a nucleus. Answers have the target's law.
 PROMPT_SAMPLING = SamplingConfig(temperature=1.0, min_p=0.02)
+ASKED = (  # for a summary, before or behind the text
+    "Summarize the following text.",
+    "Give a short summary of this article.",
+    "What are the main points of the text?",
+    "Summarize this in a few sentences:",
+    "Tell me briefly what this says.",
+    "TL;DR",
+)
+LONG_TURN = 60  # words that make a turn a text
 EVALUATION = common.ROOT / "experiments" / "data" / "questions"
 
 
@@ -349,6 +358,39 @@ def read_prompts(path: Path) -> list[tuple[list[Message], str]]:
                 prompts.append((messages, Path(conversation.where).name))
     if not prompts:
         raise ValueError(f"no prompt in {path}")
+    return prompts
+
+
+def summaries(
+    path: Path, seed: int, longest: int = 600
+) -> list[tuple[list[Message], str]]:
+    """Makes prompts that ask for a summary of long turns, whoever's, in conversations.
+
+    Chats are short: a head trained on nothing else has never seen a long context, and
+    drafts badly from it. Texts are 100 to `longest` words, of one or several turns.
+
+    Raises:
+      ValueError: no turn is long enough, or a malformed file.
+    """
+    turns = [
+        (message["content"].split(), Path(conversation.where).name)
+        for conversation in data.read_conversations(path)[0]
+        for message in conversation.messages
+        if len(message["content"].split()) >= LONG_TURN
+    ]
+    if not turns:
+        raise ValueError(f"no turn of {LONG_TURN} words or more in {path}")
+    rng = np.random.default_rng(seed)
+    prompts: list[tuple[list[Message], str]] = []
+    left = [turns[i] for i in rng.permutation(len(turns))]
+    while left:
+        n_words, (text, where) = int(rng.integers(100, longest + 1)), left.pop()
+        while left and len(text) < n_words:
+            text = [*text, *left.pop()[0]]
+        parts = [ASKED[len(prompts) % len(ASKED)], " ".join(text[:n_words])]
+        if rng.integers(2):
+            parts.reverse()
+        prompts.append(([_user("\n\n".join(parts))], where))
     return prompts
 
 

@@ -458,6 +458,40 @@ def test_prompts_come_from_questions_conversations_and_plain_text(tmp_path):
     assert writer.read_prompts(tmp_path / "a.jsonl") == got[:1]
 
 
+def test_long_turns_are_put_to_the_target_to_sum_up(tmp_path):
+    rows, turns = [], {}
+    for i in range(60):
+        turns[f"t{i}"] = n_words = 40 + 7 * i
+        said = " ".join([f"t{i}"] * n_words)
+        rows.append({"messages": [{"role": "user", "content": "Read this."}]})
+        rows[-1]["messages"].append({"role": "assistant", "content": said})
+    drivers.write_lines(tmp_path / "a.jsonl", rows)
+    prompts = writer.summaries(tmp_path / "a.jsonl", 3)
+    used: list[str] = []
+    sides = set()
+    for messages, where in prompts:
+        (message,) = messages
+        assert message["role"] == "user"
+        parts = message["content"].split("\n\n")
+        (ask,) = set(parts) & set(writer.ASKED)
+        sides.add(parts.index(ask))
+        (text,) = set(parts) - {ask}
+        words = list(dict.fromkeys(text.split()))
+        for word in words[:-1]:  # whole turns, but for the last one
+            assert text.split().count(word) == turns[word] >= writer.LONG_TURN
+        assert where == f"a.jsonl:{int(words[0][1:]) + 1}"
+        used += words
+        assert len(text.split()) <= 600
+    assert sides == {0, 1} and len(used) == len(set(used))
+    assert sorted(used) == sorted(w for w, n in turns.items() if n >= writer.LONG_TURN)
+    assert all(len(m[0]["content"].split()) > 100 for m, _ in prompts[:-1])
+    assert writer.summaries(tmp_path / "a.jsonl", 3) == prompts
+    assert writer.summaries(tmp_path / "a.jsonl", 4) != prompts
+    drivers.write_lines(tmp_path / "b.jsonl", rows[:2])
+    with pytest.raises(ValueError, match="no turn of 60 words or more"):
+        writer.summaries(tmp_path / "b.jsonl", 3)
+
+
 def test_files_without_prompts_are_named(tmp_path):
     with pytest.raises(ValueError, match=f"no prompt in {tmp_path}"):
         writer.read_prompts(tmp_path)
@@ -588,6 +622,10 @@ def test_the_driver_answers_prompts_of_a_file(tmp_path):
 
 
 def test_bad_flags_are_one_line(tmp_path):
+    both = drivers.fail("synthesize", "--prompts=a", "--summarise=b")
+    assert both == "error: give --prompts or --summarise, not both"
+    line = drivers.fail("synthesize", "--summarise=nowhere.jsonl")
+    assert line == "error: there is no 'nowhere.jsonl' to read prompts from"
     line = drivers.fail("synthesize", f"--out={tmp_path}", "--temperatures=0,hot")
     assert (
         line == "error: temperatures must be numbers with commas between, got '0,hot'"
