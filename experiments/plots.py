@@ -1,8 +1,10 @@
 """The report's figures, one function each. They return None where there is no data."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -35,14 +37,19 @@ def colour(variant: str) -> Any:
     return tuple(strong if variant == name else 0.5 * strong + 0.5)
 
 
+MOST_BARS = 30  # in a panel
+
+
 def bars(given: Group, metric: str, label: str) -> Figure | None:
     """One panel a set, and one for their mean; a bar a variant, with its interval."""
+    entries = given.entries if len(given.entries) <= MOST_BARS else given.main
     found = {
         entry.label: [results.estimate(entry.rows.get(s), metric) for s in given.sets]
-        for entry in given.entries
+        for entry in entries
     }
-    shown = [e for e in given.entries if any(found[e.label])]
-    if not shown:
+    shown = [e for e in entries if any(found[e.label])]
+    cut = len(entries) < len(given.entries)
+    if not shown or (cut and len(shown) < 2):
         return None
     panels = [*given.sets, "mean"]
     columns = min(4, len(panels))
@@ -93,9 +100,10 @@ def _panel(
                 value.value, place, xerr=spread, color="#222222", capsize=2, lw=1
             )
             end = max(end, value.high)
-        axes.text(
+        number = axes.text(
             end + 0.02 * most, place, f"{value.value:.2f}", va="center", fontsize=8.5
         )
+        number.set(zorder=4, bbox={"fc": "white", "ec": "none", "pad": 0.5})
     axes.axvline(1, color="#222222", lw=0.8, ls="--", zorder=3)
     axes.set_yticks(range(len(shown)), [e.label for e in shown])
     axes.set_ylim(len(shown) - 0.4, -0.6)
@@ -130,11 +138,14 @@ def _curves(
     figure = Figure((9, 4.4), layout="constrained")
     axes = figure.subplots()
     markers = "osD^vP*X"
-    for number, (label, (variant, at, values)) in enumerate(curves.items()):
+    colours = [colour(variant) for variant, _, _ in curves.values()]
+    if 2 * len(set(colours)) < len(curves):  # kinds of one variant
+        colours = colormaps["viridis"](np.linspace(0, 0.9, len(curves)))
+    for number, (label, (_, at, values)) in enumerate(curves.items()):
         axes.plot(
             at,
             values,
-            color=colour(variant),
+            color=colours[number],
             marker=markers[number % len(markers)],
             ms=5,
             label=label,
@@ -181,13 +192,12 @@ def by_depth(given: Group) -> Figure | None:
 
 
 def alpha(given: Group, paper: list[list[float]]) -> Figure | None:
-    """n-alpha by position, mean over sets, with the range of the paper's targets."""
+    """n-alpha by position, sets pooled, with the range of the paper's targets."""
     curves = {}
     for entry in given.entries:
-        values = mean_list(entry, given.sets, "alpha")
-        real = [(n, v) for n, v in enumerate(values) if v is not None]
-        if real:
-            curves[entry.label] = (entry.variant, *map(list, zip(*real, strict=True)))
+        values = [a.value for a in results.chain_alpha(entry)]
+        if values:
+            curves[entry.label] = (entry.variant, list(range(len(values))), values)
     if not curves:
         return None
     x = "position n in the chain (features of the draft's own making)"
@@ -284,14 +294,11 @@ def scaling(given: Group) -> Figure | None:
         points = [(p["tokens"], p["accuracy"][0]) for p in curve if p.get("accuracy")]
         if len(points) > 1:
             learning[entry.label] = (entry.variant, *zip(*points, strict=True))
-    taus: dict[str, list[tuple[int, Estimate]]] = {}
-    for entry in given.entries:
-        tokens = results.trained_tokens(entry.first)
-        rows = [results.estimate(entry.rows.get(s), "tau_pooled") for s in given.sets]
-        value = results.mean(rows)
-        if tokens is not None and value is not None:
-            taus.setdefault(entry.variant, []).append((tokens, value))
-    taus = {v: points for v, points in taus.items() if len({t for t, _ in points}) > 1}
+    taus = {}
+    for sweep in results.sweeps(given):
+        if sweep.field == "train.supervised_tokens":
+            at = [results.trained_tokens(entry.first) for _, entry in sweep.points]
+            taus[sweep.variant] = at, _means(given, sweep, "tau_pooled")
     if not learning and not taus:
         return None
     n_panels = bool(learning) + bool(taus)
@@ -313,24 +320,8 @@ def scaling(given: Group) -> Figure | None:
         )
     if taus:
         axes = panels.pop(0)
-        for variant, points in taus.items():
-            points.sort(key=lambda p: p[0])
-            at, values = zip(*points, strict=True)
-            spread = None
-            if all(v.low is not None and v.high is not None for v in values):
-                spread = [
-                    [v.value - v.low for v in values],
-                    [v.high - v.value for v in values],
-                ]
-            axes.errorbar(
-                at,
-                [v.value for v in values],
-                yerr=spread,
-                color=colour(variant),
-                marker="o",
-                capsize=3,
-                label=variant,
-            )
+        for variant, (at, values) in taus.items():
+            _with_spread(axes, at, values, variant)
         axes.set_ylabel("tau (tokens per step), mean over sets")
         axes.legend(fontsize=9, frameon=False)
     for axes in figure.axes:
@@ -342,6 +333,70 @@ def scaling(given: Group) -> Figure | None:
         axes.grid(color="#e5e5e5")
         axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _means(given: Group, sweep: results.Sweep, metric: str) -> list[Estimate | None]:
+    """Means over all sets of the entries of a sweep."""
+    return [
+        results.mean([results.estimate(e.rows.get(s), metric) for s in given.sets])
+        for _, e in sweep.points
+    ]
+
+
+def _with_spread(
+    axes: Axes, at: Sequence[Any], values: list[Estimate | None], variant: str
+) -> None:
+    """Draws estimates with their intervals; those that are missing are left out."""
+    real = [(x, v) for x, v in zip(at, values, strict=True) if v is not None]
+    spread = [
+        [v.value - (v.value if v.low is None else v.low) for _, v in real],
+        [(v.value if v.high is None else v.high) - v.value for _, v in real],
+    ]
+    axes.errorbar(
+        [x for x, _ in real],
+        [v.value for _, v in real],
+        yerr=spread,
+        color=colour(variant),
+        marker="o",
+        capsize=3,
+        label=variant,
+    )
+
+
+def sweep(given: Group, field: str) -> Figure | None:
+    """tau and speedup against one setting that is a number: one curve a variant."""
+    found = [s for s in results.sweeps(given) if s.field == field]
+    if field == "tree":  # of trees only chains stand in a row
+        found = [
+            s._replace(points=[p for p in s.points if is_chain(p[0])]) for s in found
+        ]
+    found = [s for s in found if len(s.points) > 1]
+    if not found:
+        return None
+    figure = Figure((10.4, 4.2), layout="constrained")
+    panels = {"tau_pooled": "tau (tokens per step)", "speedup": "speedup"}
+    for axes, (metric, label) in zip(
+        figure.subplots(1, 2), panels.items(), strict=True
+    ):
+        for one in found:
+            at = [v["depth"] if field == "tree" else v for v, _ in one.points]
+            _with_spread(axes, at, _means(given, one, metric), one.variant)
+        axes.set_xlabel(SWEPT[field])
+        axes.set_ylabel(f"{label}, mean over sets")
+        axes.grid(color="#e5e5e5")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=9, frameon=False)
+    return figure
+
+
+SWEPT = {
+    "train.ttt_steps": "unrolled steps in training",
+    "tree": "depth of the chain (drafted tokens)",
+}
+
+
+def is_chain(tree: dict[str, Any]) -> bool:
+    return tree.get("n_nodes") == (tree.get("depth") or 0) + 1
 
 
 MOST_TREES = 4
@@ -408,9 +463,7 @@ def _heat(axes: Axes, values: np.ndarray, title: str) -> None:
                     fontsize=7.5,
                     color=tone,
                 )
-    axes.set_xticks(
-        range(ranks), [str(r) for r in range(ranks - 1)] + [f"{ranks - 1}+"]
-    )
+    axes.set_xticks(range(ranks))
     axes.set_yticks(range(depth), [str(d + 1) for d in range(depth)])
     axes.set_ylabel("depth")
     axes.set_title(title, fontsize=10)

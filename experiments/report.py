@@ -3,9 +3,10 @@
 python -m experiments.report --results=FILE_OR_FOLDER [--results=...] --out=DIR
 """
 
+import collections
 import csv
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ SPEEDUP = (
     "same prompts in the same run, both without prefill. Compilation and warm-up are "
     "never counted. Above 1 is faster."
 )
+
+TRAINED = (
+    "parameters: trained ones, of the head alone; training FLOPs: the head's forward and "
+    "backward passes, and the target's forward."
+)
+TRAINED_COLUMNS = ["parameters", "training FLOPs"]
 
 
 def main() -> None:
@@ -107,6 +114,7 @@ def _overview(lines: Lines, groups: list[Group]) -> Section:
         "dtype",
         "device",
         "prompts a set",
+        "sets",
         "variants",
         "lines",
         "seeds",
@@ -128,6 +136,7 @@ def _overview(lines: Lines, groups: list[Group]) -> Section:
                 str(s.dtype),
                 str(s.device),
                 _span([row.get("n_prompts") for row in own]),
+                str(len(group.sets)),
                 str(len({e.variant for e in group.entries})),
                 str(len(own)),
                 ", ".join(sorted({str(row.get("seed", "?")) for row in own})),
@@ -140,10 +149,11 @@ def _overview(lines: Lines, groups: list[Group]) -> Section:
         columns,
         rows,
         [
-            "A table never mixes settings. One letter stands for settings that differ in "
-            "temperature or batch only. questions: the folder of the question sets; "
-            "`embedded` are this project's own prompts, of the papers' six kinds of task "
-            "but not the papers' prompts. prompts a set: the fewest and the most."
+            "A table never mixes settings, the number of prompts among them. One letter "
+            "stands for settings that differ in temperature or batch only. questions: the "
+            "folder of the question sets; `embedded` are this project's own prompts, of "
+            "the papers' six kinds of task but not the papers' prompts. prompts a set: the "
+            "fewest and the most; a set may have fewer than were asked for."
         ],
         n_keys=4,
     )
@@ -165,6 +175,8 @@ def _glance(groups: list[Group]) -> Table:
         for metric in ("tau_pooled", "speedup"):
             found = []
             for entry in group.entries:
+                if results.base(entry.variant) == "vanilla":
+                    continue
                 value = results.mean(
                     [results.estimate(entry.rows.get(s), metric) for s in group.sets]
                 )
@@ -174,9 +186,7 @@ def _glance(groups: list[Group]) -> Table:
         verdicts = results.orderings(group, "tau_pooled")
         for claim in claims:
             gaps = [v.gaps["mean"] for v in verdicts if v.ordering == claim]
-            known = [gap.value > 0 for gap in gaps if gap is not None]
-            told = "held" if all(known) else "not held"
-            row.append(told if len(known) == len(gaps) else NOT_MEASURED)
+            row.append(results.verdict(gaps))
         rows.append(row)
     return Table(
         "glance",
@@ -185,7 +195,10 @@ def _glance(groups: list[Group]) -> Table:
         rows,
         [
             "Means over all sets of a setting. The papers' orders are those of tau; their "
-            "differences and intervals stand with each setting."
+            "differences and intervals stand with each setting. unsure: an interval of a "
+            "difference holds 0.",
+            TAU,
+            SPEEDUP,
         ],
     )
 
@@ -202,9 +215,9 @@ def _measured(group: Group, out: Path, with_figures: bool) -> list[Section]:
     """Sections of one setting; larger batches repeat its acceptance, so only tables."""
     s = group.setting
     where = (
-        f"Target {s.target}; questions `{s.questions}`; preset {s.preset}; temperature "
-        f"{s.temperature:g}; {s.max_new_tokens} new tokens; batch {s.batch}; {s.dtype}; "
-        f"{s.device}."
+        f"Target {s.target}; questions `{s.questions}`, {s.prompts or '?'} a set; preset "
+        f"{s.preset}; temperature {s.temperature:g}; {s.max_new_tokens} new tokens; batch "
+        f"{s.batch}; {s.dtype}; {s.device}."
     )
     missing = [v for v in results.VARIANTS if v not in group.used]
     gaps = f"Not measured here: {', '.join(missing)}." if missing else ""
@@ -220,17 +233,24 @@ def _measured(group: Group, out: Path, with_figures: bool) -> list[Section]:
             Section(3, f"{group.name}: all numbers", [_details(group)]),
         ]
     first += _picture(group, out, "speedup", _speedup_bars, caption)
-    verdicts = [
-        _orderings(group, "tau_pooled", "tau"),
-        _orderings(group, "speedup", "speedup"),
+    verdicts: list[str | Table | Picture] = [
+        table
+        for table in (
+            _orderings(group, "tau_pooled", "tau", TAU),
+            _orderings(group, "speedup", "speedup", SPEEDUP),
+        )
+        if table.rows
     ]
-    return [
-        Section(2, f"Setting {group.name}", first),
-        Section(3, f"{group.name}: the papers' orderings", [*verdicts]),
-        Section(
-            3, f"{group.name}: all numbers, costs", [_details(group), _costs(group)]
-        ),
-        Section(3, f"{group.name}: acceptance", _acceptance(group, out)),
+    parts: dict[str, list[str | Table | Picture]] = {
+        "the papers' orderings": verdicts,
+        "one setting changed at a time": _sweeps(group, out),
+        "all numbers, costs": [_details(group), _costs(group)],
+        "acceptance": _acceptance(group, out),
+    }
+    return [Section(2, f"Setting {group.name}", first)] + [
+        Section(3, f"{group.name}: {title}", blocks)
+        for title, blocks in parts.items()
+        if blocks
     ]
 
 
@@ -260,8 +280,9 @@ def _speedup_bars(group: Group) -> Figure | None:
 
 
 def lines_of(group: Group) -> list[tuple[str, Entry | None]]:
-    """Every named variant and everything measured, in order."""
-    missing = [(v, None) for v in results.VARIANTS if v not in group.used]
+    """Everything measured, in order, and in the largest family every named variant."""
+    named = results.VARIANTS if group.family == "A" else ()
+    missing = [(v, None) for v in named if v not in group.used]
     rows = [(e.label, e) for e in group.entries] + missing
     return sorted(rows, key=lambda r: results.order(r[1].variant if r[1] else r[0]))
 
@@ -274,55 +295,173 @@ def _cell(value: Estimate | float | None, spec: str = ".2f") -> Cell:
     return Number(float(value), spec=spec)
 
 
+def _trained(entry: Entry | None) -> list[Cell]:
+    row = entry.first if entry else {}
+    return [_cell(row.get("n_trainable"), ",.0f"), _cell(row.get("train_flops"), ".2e")]
+
+
 def _by_set(group: Group, metric: str, title: str, notes: list[str]) -> Table:
     rows: list[list[Cell]] = []
     for label, entry in lines_of(group):
         if entry is None:
-            rows.append([label, *[NOT_MEASURED] * (len(group.sets) + 1)])
+            rows.append([label, *[NOT_MEASURED] * (len(group.sets) + 3)])
             continue
         values = [results.estimate(entry.rows.get(s), metric) for s in group.sets]
         cells = [_cell(v) if v else NOT_MEASURED for v in values]
-        rows.append([label, *cells, _cell(results.mean(values))])
+        rows.append([label, *cells, _cell(results.mean(values)), *_trained(entry)])
     return Table(
         f"{group.stem}_{title}",
         f"{title} by set: setting {group.name}",
-        ["variant", *group.sets, "mean"],
+        ["variant", *group.sets, "mean", *TRAINED_COLUMNS],
         rows,
-        notes,
+        [*notes, TRAINED],
     )
 
 
-def _orderings(group: Group, metric: str, title: str) -> Table:
+def _orderings(group: Group, metric: str, title: str, definition: str) -> Table:
     rows: list[list[Cell]] = []
     for v in results.orderings(group, metric):
+        if group.family != "A" and all(gap is None for gap in v.gaps.values()):
+            continue
         told = {task: results.says(gap) for task, gap in v.gaps.items()}
         shown = told["mean"].replace("\n", " ")
         print(f"  {title}: {v.lower} < {v.higher}: {shown} in the mean")
         cells = [told["mean"], *(told[task] for task in group.sets)]
         trees = f"\n{v.trees}" if v.trees else ""
-        rows.append([f"{v.lower} < {v.higher}{trees}", *cells])
+        trained = [_size(results.find(group, x)) for x in (v.lower, v.higher)]
+        rows.append(
+            [f"{v.lower} < {v.higher}{trees}", *cells, f"{trained[0]}\n{trained[1]}"]
+        )
     return Table(
         f"{group.stem}_orderings_{title}",
         f"Does the papers' order hold in {title}? Setting {group.name}",
-        ["claim, trees", "mean", *group.sets],
+        ["claim, trees", "mean", *group.sets, "parameters, training FLOPs of both"],
         rows,
         [
+            definition,
             f"held: the right-hand variant has the larger {title}. The number is the "
             f"difference, with its 95 % bootstrap interval over prompts: paired by prompt "
             f"where the lines hold counts of each prompt, else as if the two were "
             f"independent. unsure: the interval holds 0. trees: kind and nodes verified "
-            f"of both, root included; a comparison of heads is fair only on one tree.",
+            f"of both, root included; a comparison of heads is fair only on one tree. A "
+            f"chain has one node a level, so fewer than the trees.",
             "Sources of the claims: token < feature < eagle1, EAGLE-1, Figure 4; chain < "
             "static < dynamic tree, EAGLE-1, Table 5, and EAGLE-2, Table 1; eagle2 < "
-            "no_feature_loss < eagle3, EAGLE-3, Table 2.",
+            "no_feature_loss < eagle3, EAGLE-3, Table 2. Answers of people (eagle1_fixed) "
+            "against the target's: EAGLE-1, Table 6; value and rerank: EAGLE-2, Table 3; "
+            "eagle2 < hass: HASS. That noise helps (eagle1_no_noise) is EAGLE-1's reason "
+            "for it, not a table.",
+            TRAINED,
         ],
+    )
+
+
+def _size(entry: Entry | None) -> str:
+    row = entry.first if entry else {}
+    if row.get("n_trainable") is None:
+        return "-"
+    flops = row.get("train_flops")
+    return (
+        f"{row['n_trainable'] / 1e6:.1f}M; {'-' if flops is None else f'{flops:.2e}'}"
+    )
+
+
+TREES = "kind and nodes verified a step, root included"
+SWEPT = {
+    "train.ttt_steps": ("unrolled steps in training", "steps"),
+    "train.supervised_tokens": ("data", "data"),
+    "tree": (f"trees ({TREES})", "tree"),
+}
+
+
+def _sweeps(group: Group, out: Path) -> list[str | Table | Picture]:
+    """Tables of entries of one variant that differ in one setting, and figures."""
+    found = results.sweeps(group)
+    blocks: list[str | Table | Picture] = []
+    for field, (title, stem) in SWEPT.items():
+        own = [s for s in found if s.field == field]
+        rows = []
+        for number, sweep in enumerate(own):
+            before = sum(s.variant == sweep.variant for s in own[:number])
+            name = f"{sweep.variant} #{before + 1}" if before else sweep.variant
+            for value, entry in sweep.points:
+                shown = (
+                    results.tree_name(entry.first) if field == "tree" else f"{value:,}"
+                )
+                base = sweep.points[0][1]
+                rows.append(_changed(group, [name, shown], entry, base))
+        if rows:
+            columns = ["variant", title.partition(" (")[0]]
+            blocks.append(_sweep_table(group, stem, title, columns, rows))
+            if field in plots.SWEPT:
+                caption = f"{title}, with 95 % intervals. {TAU} {SPEEDUP}"
+                blocks += _picture(
+                    group, out, stem, lambda g, f=field: plots.sweep(g, f), caption
+                )
+    others = [s for s in found if s.field not in SWEPT]
+    if others:
+        counts = collections.Counter(e.label for s in others for _, e in s.points)
+        label = counts.most_common(1)[0][0]
+        base = next(e for e in group.entries if e.label == label)
+        rows = [_changed(group, ["-", f"unchanged: {label}"], base, base)]
+        for sweep in others:
+            if base not in [e for _, e in sweep.points]:
+                continue
+            usual = next(value for value, e in sweep.points if e is base)
+            for value, entry in sweep.points:
+                if entry is not base:
+                    told = f"{_shown(value)}, not {_shown(usual)}"
+                    rows.append(_changed(group, [sweep.field, told], entry, base))
+        columns = ["setting", "value"]
+        blocks.append(_sweep_table(group, "choices", "choices", columns, rows))
+    return blocks
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return "/".join(map(str, value)) or "the official ones"
+    return str(value)
+
+
+def _changed(group: Group, keys: list[str], entry: Entry, base: Entry) -> list[Cell]:
+    """One row of a sweep: the entry's means, and how far they lie above the base's."""
+    cells: list[Cell] = [*keys]
+    for metric in ("tau_pooled", "speedup"):
+        values = [results.estimate(entry.rows.get(s), metric) for s in group.sets]
+        gap = results.gaps(group, base, entry, metric)["mean"]
+        same = entry is base
+        cells += [_cell(results.mean(values)), "" if same else _cell(gap, "+.2f")]
+    tokens = results.trained_tokens(entry.first)
+    return [*cells, _cell(tokens, ",.0f"), *_trained(entry)]
+
+
+def _sweep_table(
+    group: Group, stem: str, title: str, keys: list[str], rows: list[list[Cell]]
+) -> Table:
+    columns = [*keys, "tau", "tau, difference", "speedup", "speedup, difference"]
+    columns += ["supervised tokens", *TRAINED_COLUMNS]
+    return Table(
+        f"{group.stem}_sweep_{stem}",
+        f"One setting changed at a time, {title}: setting {group.name}",
+        columns,
+        rows,
+        [
+            "Rows of one name share every other setting. difference: to the row of that "
+            "name without one, paired by prompt. supervised tokens: labels seen in "
+            "training.",
+            TAU,
+            SPEEDUP,
+            INTERVALS,
+            TRAINED,
+        ],
+        n_keys=len(keys),
     )
 
 
 def _details(group: Group) -> Table:
     columns = ["variant", "tau", "tau by prompt", "tau without loops", "speedup"]
     columns += ["speedup with prefill", "tokens/s", "plain tokens/s", "identical"]
-    columns += ["near ties", "loops", "prompts"]
+    columns += ["near ties", "loops", "prompts", *TRAINED_COLUMNS]
     rows: list[list[Cell]] = []
     for label, entry in lines_of(group):
         if entry is None:
@@ -340,14 +479,14 @@ def _details(group: Group) -> Table:
             "baseline_tokens_per_second": ".1f",
         }.items():
             value = results.mean([results.estimate(row, name) for row in lines])
-            cells.append(_cell(value.value if value else None, spec))
+            cells.append(_cell(value, spec))
         n_prompts = _total(lines, "n_prompts")
         identical = _total(lines, "n_identical")
         cells.append("-" if identical is None else f"{identical} of {n_prompts}")
         for name in ("n_near_tie", "n_looping", "n_prompts"):
             total = _total(lines, name)
             cells.append("-" if total is None else str(total))
-        rows.append([label, *cells])
+        rows.append([label, *cells, *_trained(entry)])
     return Table(
         f"{group.stem}_details",
         f"Means over the sets each variant has: setting {group.name}",
@@ -355,14 +494,17 @@ def _details(group: Group) -> Table:
         rows,
         [
             TAU,
+            SPEEDUP,
             "tau by prompt: mean over prompts of each one's own tau. Without loops: "
             "pooled over prompts whose answers do not end in a loop (one phrase three "
             "times or more), which are easy to draft.",
             "speedup with prefill: the same ratio with the prefill's time and token on "
             "both sides, as the papers count. identical: prompts whose greedy output is "
             "that of plain decoding token for token; near ties: differences where the "
-            "target's two best logits were closer than rounding. A dash: not defined or "
-            "not in the lines.",
+            "target's two best logits were closer than rounding. loops: prompts with an "
+            "answer that ends in one. A dash: not defined or not in the lines.",
+            INTERVALS,
+            TRAINED,
         ],
     )
 
@@ -385,9 +527,7 @@ def _costs(group: Group) -> Table:
         lines = list(entry.rows.values())
         row = entry.first
         c, verify = _mean_of(lines, "draft_cost"), _mean_of(lines, "verify_cost")
-        alphas = [
-            a for a in plots.mean_list(entry, group.sets, "alpha") if a is not None
-        ]
+        alphas = [a.value for a in results.chain_alpha(entry)]
         rate = sum(alphas) / len(alphas) if alphas else None
         acceptance = plots.mean_list(entry, group.sets, "acceptance_by_depth")
         accepted = [a for a in acceptance if a is not None]
@@ -403,7 +543,7 @@ def _costs(group: Group) -> Table:
         rows.append(
             [
                 label,
-                results.tree_name(entry),
+                results.tree_name(entry.first),
                 _cell(row.get("n_trainable"), ",.0f"),
                 _cell(tokens, ",.0f"),
                 _cell(row.get("train_flops"), ".2e"),
@@ -428,10 +568,11 @@ def _costs(group: Group) -> Table:
             "repetition; training FLOPs: the head's forward and backward passes, and the "
             "target's forward.",
             "c: one pass of the draft, over one plain step of the target. verify cost: "
-            "the target's pass over the whole tree, over one plain step. a: mean n-alpha, "
-            "chains only. predicted, formula: (1 + a + ... + a^k) / (1 + k c) for depth k; "
-            "by depth: the same with the measured acceptance at each depth in place of "
-            "a, a^2, ...; with verify cost: divided by (verify cost + k c) instead.",
+            "the target's pass over the whole tree, over one plain step. a: mean of the "
+            "n-alphas of the table below, chains only. predicted, formula: (1 + a + ... + "
+            "a^k) / (1 + k c) for depth k; by depth: the same with the measured "
+            "acceptance at each depth in place of a, a^2, ...; with verify cost: divided "
+            "by (verify cost + k c) instead.",
             "tokens per target GFLOP: tokens emitted (bonus token counted) for 10^9 "
             "operations of the target's verification passes, prefill left out. Plain "
             "decoding is the upper limit: speculation buys time with arithmetic. "
@@ -457,7 +598,8 @@ def _acceptance(group: Group, out: Path) -> list[str | Table | Picture]:
     note = (
         "n-alpha: share of steps that accept drafted token n + 1 among those that "
         "accepted the n before it, on a chain; n is how many features of its own making "
-        "the draft had read. Mean over sets."
+        f"the draft had read. Steps of all sets pooled; a position that fewer than "
+        f"{results.LEAST} steps reached is left out."
     )
     blocks.append(_places(group, "alpha", "alpha by position", note, 0))
     blocks.append(_flatness(group))
@@ -481,7 +623,8 @@ def _acceptance(group: Group, out: Path) -> list[str | Table | Picture]:
         "scaling",
         plots.scaling,
         "Held-out accuracy of the first drafted token along training, and tau (mean over "
-        "sets) of heads trained on more or less; a logarithmic axis of supervised tokens.",
+        "sets) of heads trained on more or less, all else equal; a logarithmic axis of "
+        "supervised tokens.",
     )
     blocks += _picture(
         group,
@@ -510,45 +653,66 @@ def _acceptance(group: Group, out: Path) -> list[str | Table | Picture]:
 
 
 def _places(group: Group, name: str, title: str, note: str, first: int) -> Table:
-    found = {
-        e.label: plots.mean_list(e, group.sets, name)
-        for e in group.entries
-        if e.variant != "vanilla"
-    }
-    found = {label: values for label, values in found.items() if values}
-    n = max(map(len, found.values()), default=0)
-    rows: list[list[Cell]] = [
-        [label, *(_cell(v) for v in values), *[""] * (n - len(values))]
-        for label, values in found.items()
-    ]
-    if not rows:
-        rows = [[NOT_MEASURED]]
-    columns = ["variant", *(str(i + first) for i in range(n))]
-    where = f"{title}: setting {group.name}"
-    return Table(f"{group.stem}_{name}", where, columns, rows, [note])
-
-
-def _flatness(group: Group) -> str:
-    """Says whether alpha falls less with training-time test than without."""
-    falls = {}
-    for variant in ("eagle3_chain", "fused_chain", "eagle1_chain"):
-        entry = group.used.get(variant)
-        values = plots.mean_list(entry, group.sets, "alpha") if entry else []
-        if len(values) > 1 and values[0] is not None and values[-1] is not None:
-            falls[variant] = values[0] - values[-1]
-    text = "Does alpha stay flat with training-time test and fall without? "
-    others = [v for v in ("fused_chain", "eagle1_chain") if v in falls]
-    if "eagle3_chain" not in falls or not others:
-        return text + (
-            "not measured (needs `alpha` of eagle3_chain and of fused_chain or "
-            "eagle1_chain)."
+    rows: list[list[Cell]] = []
+    for e in group.entries:
+        found: Sequence[Estimate | float | None] = (
+            results.chain_alpha(e)
+            if name == "alpha"
+            else plots.mean_list(e, group.sets, name)
         )
-    flat = falls["eagle3_chain"]
-    told = [f"With it (eagle3_chain) alpha falls by {flat:.2f} from first to last"]
-    for other in others:
-        held = "held" if flat < falls[other] else "not held"
-        told.append(f"without it ({other}) by {falls[other]:.2f}: {held}")
-    return text + "; ".join(told) + "."
+        if found and e.variant != "vanilla":
+            rows.append([e.label, *_trained(e), *map(_cell, found)])
+    n = max(map(len, rows), default=3)
+    rows = [[*row, *[""] * (n - len(row))] for row in rows]
+    if not rows:
+        rows = [[NOT_MEASURED, "", ""]]
+    columns = ["variant", *TRAINED_COLUMNS, *(str(i + first) for i in range(n - 3))]
+    where = f"{title}: setting {group.name}"
+    notes = [note, STEPWISE if name == "alpha" else "", TRAINED]
+    return Table(f"{group.stem}_{name}", where, columns, rows, [*filter(None, notes)])
+
+
+STEPWISE = (
+    "[low, high]: 95 % interval as if steps were independent: lines do not say which "
+    "prompt accepted what, so it is rather too narrow."
+)
+
+
+def _flatness(group: Group) -> Table | str:
+    """Says whether alpha falls less with training-time test than without."""
+    question = "Does alpha stay flat with training-time test and fall without?"
+    found = results.falls(group)
+    if not found:
+        return (
+            f"{question} {NOT_MEASURED} (needs `alpha` of eagle3_chain and of fused_chain "
+            f"or eagle1_chain)."
+        )
+    rows: list[list[Cell]] = []
+    for one in found:
+        with_test, without = one.falls
+        told = results.says(one.gap)
+        sizes = [_size(group.used[v]) for v in (one.with_test, one.without)]
+        cells = [_cell(with_test, "+.2f"), _cell(without, "+.2f"), told]
+        keys = [one.with_test, one.without, f"0 to {one.n}"]
+        rows.append([*keys, *cells, "\n".join(sizes)])
+    columns = ["with", "without", "positions", "fall with", "fall without"]
+    columns += ["falls less with it", "parameters, training FLOPs of both"]
+    return Table(
+        f"{group.stem}_flatness",
+        f"{question} Setting {group.name}",
+        columns,
+        rows,
+        [
+            "fall: n-alpha at position 0 less that at the last position that enough steps "
+            "of both chains reached; near 0 is flat. held: it falls less with "
+            "training-time test (several unrolled steps) than without; unsure: the "
+            "interval of the difference holds 0. eagle1_chain differs in features and "
+            "losses too, fused_chain and eagle3_ttt1_chain in the unrolled steps alone.",
+            STEPWISE,
+            TRAINED,
+        ],
+        n_keys=3,
+    )
 
 
 def _batches(groups: list[Group]) -> Section | None:
@@ -580,19 +744,28 @@ def _batches(groups: list[Group]) -> Section | None:
                     ]
                     value = results.mean(values)
                 cells.append(_cell(value) if value else NOT_MEASURED)
-            rows.append(cells)
+            entry = next(g.used[variant] for g in own if variant in g.used)
+            tree = results.tree_name(entry.first)
+            rows.append([variant, tree, *_trained(entry), *cells[1:]])
         tables.append(
             Table(
                 f"{family}_t{temperature:g}_batches",
                 f"Throughput ratio by batch: settings {family}, temperature "
                 f"{temperature:g}",
-                ["variant", *(f"batch {g.setting.batch}" for g in own)],
+                [
+                    *("variant", "tree", *TRAINED_COLUMNS),
+                    *(f"batch {g.setting.batch}" for g in own),
+                ],
                 rows,
                 [
                     "Tokens per second of the whole batch over that of plain decoding in "
                     "batches of the same size, mean over sets, without prefill. Each "
-                    "column is a setting of its own."
+                    "column is a setting of its own.",
+                    f"tree: {TREES}.",
+                    TRAINED,
+                    INTERVALS,
                 ],
+                n_keys=2,
             )
         )
     return Section(2, "Batch sizes", tables) if tables else None
@@ -617,8 +790,8 @@ def _paper_start(groups: list[Group]) -> Section:
         s = g.setting
         seen.setdefault(
             g.family,
-            f"{g.family}: {s.target}, questions `{s.questions}`, preset {s.preset}, "
-            f"{s.max_new_tokens} new tokens, {s.dtype}, {s.device}.",
+            f"{g.family}: {s.target}, questions `{s.questions}`, {s.prompts or '?'} a set, "
+            f"preset {s.preset}, {s.max_new_tokens} new tokens, {s.dtype}, {s.device}.",
         )
     lines += seen.values()
     lines.append(

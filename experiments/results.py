@@ -1,15 +1,17 @@
 """Result lines, read and sorted into groups that may be compared."""
 
+import collections
 import itertools
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from eagle_jax import metrics
-from experiments import common
+from experiments import common, variants
 from experiments.page import NOT_MEASURED
 
 Row = dict[str, Any]
@@ -34,7 +36,11 @@ SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa")  # the papers' 
 
 
 class Setting(NamedTuple):
-    """What all lines of one table share."""
+    """What all lines of one table share.
+
+    Args:
+      prompts: asked of each set, as far as it has them: the most of an entry's sets.
+    """
 
     target: Any
     questions: Any
@@ -44,6 +50,10 @@ class Setting(NamedTuple):
     batch: Any
     dtype: Any
     device: Any
+    prompts: int | None
+
+
+GIVEN = Setting._fields[:-1]  # what each line says itself
 
 
 class Entry(NamedTuple):
@@ -192,9 +202,11 @@ def _check(file: Path, row: Row) -> None:
 def group(rows: list[Row]) -> list[Group]:
     """Sorts lines by setting, largest family first, then by temperature and batch."""
     by_setting: dict[Setting, list[Row]] = {}
-    for row in rows:
-        values = [row.get(name, "not stated") for name in Setting._fields]
-        by_setting.setdefault(Setting(*values), []).append(row)
+    for lines in _by(rows, _identity).values():
+        n_prompts = max(row.get("n_prompts") or 0 for row in lines) or None
+        given = {name: lines[0].get(name, "not stated") for name in GIVEN}
+        setting = Setting(**given, prompts=n_prompts)
+        by_setting.setdefault(setting, []).extend(lines)
     families: dict[Any, list[Setting]] = {}
     for setting in by_setting:
         families.setdefault(_family(setting), []).append(setting)
@@ -218,12 +230,9 @@ def _family(setting: Setting) -> Setting:
 
 
 def _group(letter: str, setting: Setting, rows: list[Row]) -> Group:
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(_identity(row), []).append(row)
     notes = []
     raw: list[tuple[str, dict[str, Row]]] = []
-    for lines in found.values():
+    for lines in _by(rows, _identity).values():
         by_set: dict[str, Row] = {}
         for row in lines:  # in the order read
             old = by_set.get(row["task"])
@@ -237,12 +246,15 @@ def _group(letter: str, setting: Setting, rows: list[Row]) -> Group:
                 old.get("n_prompts") or 0
             ):
                 by_set[row["task"]] = row
-        raw.append((lines[0]["variant"], by_set))
+        raw.append((_variant(lines[0]), by_set))
+    sets = sorted({task for _, by_set in raw for task in by_set}, key=_set_order)
     entries = []
     for variant in sorted({v for v, _ in raw}, key=order):
         same = [by_set for v, by_set in raw if v == variant]
         same.sort(key=lambda by_set: trained_tokens(next(iter(by_set.values()))) or 0)
         for by_set, label in zip(same, _labels(variant, same), strict=True):
+            if len(by_set) < len(sets):
+                label += f", {len(by_set)} of {len(sets)} sets"
             entries.append(Entry(variant, label, by_set))
     used = _used(entries)
     for variant, entry in used.items():
@@ -252,7 +264,6 @@ def _group(letter: str, setting: Setting, rows: list[Row]) -> Group:
                 f"{variant} has {n} entries here; comparisons and the papers' tables use "
                 f"{entry.label}."
             )
-    sets = sorted({task for e in entries for task in e.rows}, key=_set_order)
     return Group(letter, setting, entries, used, sets, notes)
 
 
@@ -260,28 +271,63 @@ def _set_order(task: str) -> tuple[int, str]:
     return SETS.index(task) if task in SETS else len(SETS), task
 
 
+def _by(rows: list[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
 def _identity(row: Row) -> str:
     """Lines of one variant belong together if everything but the set is the same."""
     names = ("variant", "tree", "head", "config", "seed", "trained_tokens")
+    names += GIVEN
     return json.dumps([row.get(name) for name in names], sort_keys=True)
 
 
+def _variant(row: Row) -> str:
+    """The variant of a line; `eagle3_ttt3` is `eagle3` where three steps are the rule."""
+    name, steps = _unroll(row)
+    usual = _unroll(row | {"variant": name})[1]
+    return name if steps == usual else row["variant"]
+
+
+def _unroll(row: Row) -> tuple[str, int | None]:
+    """A variant without the suffix of unrolled steps, and their number."""
+    found = re.search(r"_ttt(\d)(?=_|$)", row["variant"])
+    if found:
+        return row["variant"].replace(found[0], ""), int(found[1])
+    steps = ((row.get("config") or {}).get("train") or {}).get("ttt_steps")
+    known = variants.BASES.get(base(row["variant"]))
+    return row["variant"], known[1].get("ttt_steps", steps) if known else steps
+
+
 def _labels(variant: str, entries: list[dict[str, Row]]) -> list[str]:
-    """Names entries of one variant by the fields in which they differ."""
+    """Names entries of one variant by the fields in which they differ from most."""
     if len(entries) == 1:
         return [variant]
     flat = [_flat(next(iter(rows.values()))) for rows in entries]
-    differing = [
-        name
-        for name in sorted({name for one in flat for name in one})
-        if len({str(one.get(name)) for one in flat}) > 1
-    ]
+    names = sorted({name for one in flat for name in one})
+    values = {name: [str(one.get(name)) for one in flat] for name in names}
+    differing = [name for name in names if len(set(values[name])) > 1]
     # Everything that changes training changes the head; its hash says the least.
     shown = [name for name in differing if name != "head"] or differing
-    labels = [
-        f"{variant} ({', '.join(_field(name, one.get(name)) for name in shown[:3])})"
-        for one in flat
-    ]
+    usual = {}
+    for name in shown:
+        value, n = collections.Counter(values[name]).most_common(1)[0]
+        usual[name] = value if 2 * n > len(flat) else None
+    # A tree has a name of its own where no other tree here shares it.
+    trees = [tree_name(next(iter(rows.values()))) for rows in entries]
+    whole = [json.dumps(next(iter(rows.values())).get("tree")) for rows in entries]
+    unique = len(set(trees)) == len(set(zip(trees, whole, strict=True)))
+    by_tree = {n for n in shown if n.startswith("tree.")} if unique else set()
+    labels = []
+    for number, one in enumerate(flat):
+        own = [name for name in shown if values[name][number] != usual[name]]
+        parts = [_field(name, one.get(name)) for name in own if name not in by_tree]
+        parts += [trees[number]] if by_tree.intersection(own) else []
+        told = ", ".join(parts[:4])
+        labels.append(f"{variant} ({told})" if told else variant)
     return [
         label if labels.count(label) == 1 else f"{label} #{i + 1}"
         for i, label in enumerate(labels)
@@ -323,27 +369,27 @@ def trained_tokens(row: Row) -> int | None:
 
 
 def _used(entries: list[Entry]) -> dict[str, Entry]:
-    """Chooses one entry a variant: trained as long as most variants, then the newest."""
-    budgets = [
-        {
-            trained_tokens(row)
-            for e in entries
-            if e.variant == v
-            for row in e.rows.values()
-        }
-        for v in {e.variant for e in entries}
-    ]
+    """Chooses one entry a variant: set and trained as most variants, then the newest."""
+    own = [_run(entry.first) for entry in entries]
+    sharing = {
+        item: len(
+            {e.variant for e, items in zip(entries, own, strict=True) if item in items}
+        )
+        for item in set().union(*own)
+    }
+    used: dict[str, tuple[int, Entry]] = {}
+    for entry, items in zip(entries, own, strict=True):
+        shared = sum(sharing[item] for item in items)
+        if entry.variant not in used or shared >= used[entry.variant][0]:
+            used[entry.variant] = shared, entry
+    return {variant: entry for variant, (_, entry) in used.items()}
 
-    def popularity(entry: Entry) -> int:
-        own = {trained_tokens(row) for row in entry.rows.values()}
-        return sum(bool(own & budget) for budget in budgets)
 
-    used: dict[str, Entry] = {}
-    for entry in entries:
-        old = used.get(entry.variant)
-        if old is None or popularity(entry) >= popularity(old):
-            used[entry.variant] = entry
-    return used
+def _run(row: Row) -> set[tuple[str, str]]:
+    """What a run sets for all its variants, and how long the head was trained."""
+    given = _flat(row | {"tree": (row.get("config") or {}).get("tree")})
+    given.pop("head")
+    return {(name, str(value)) for name, value in given.items()}
 
 
 def base(variant: str) -> str:
@@ -467,10 +513,18 @@ ORDERINGS = (
     ("eagle1_chain", "eagle1_static", "eagle2"),  # EAGLE-1, Table 5; EAGLE-2, Table 1
     ("eagle2", "no_feature_loss", "eagle3"),  # EAGLE-3, Table 2
 )
-# The first ordering on other trees: checked where its first variant was measured.
+# Checked where the first variant was measured: the first ordering on other trees, and
+# what else the papers compare.
 ALSO = (
     ("token_chain", "feature_chain", "eagle1_chain"),
     ("token_dynamic", "feature_dynamic", "eagle2"),
+    ("feature_unshifted", "eagle1"),  # EAGLE-1, Figure 4
+    ("eagle1_fixed", "eagle1"),  # EAGLE-1, Table 6
+    ("eagle1_no_noise", "eagle1"),  # EAGLE-1 adds noise against its own errors
+    ("eagle2_no_both", "eagle2"),  # EAGLE-2, Table 3
+    ("eagle2_no_value", "eagle2"),
+    ("eagle2_no_rerank", "eagle2"),
+    ("eagle2", "hass"),  # HASS, main results
 )
 
 
@@ -491,19 +545,26 @@ def orderings(given: Group, metric: str) -> list[Verdict]:
     for chain in ORDERINGS + there:
         for lower, higher in itertools.pairwise(chain):
             a, b = find(given, lower), find(given, higher)
-            gaps: dict[str, Estimate | None] = {}
-            for task in given.sets:
-                one = estimate(a.rows.get(task) if a else None, metric)
-                other = estimate(b.rows.get(task) if b else None, metric)
-                gaps[task] = difference(one, other) if one and other else None
-            gaps["mean"] = mean(list(gaps.values()))
-            trees = f"{tree_name(a)}; {tree_name(b)}" if a and b else ""
-            verdicts.append(Verdict(chain, lower, higher, gaps, trees))
+            found = gaps(given, a, b, metric)
+            trees = f"{tree_name(a.first)}; {tree_name(b.first)}" if a and b else ""
+            verdicts.append(Verdict(chain, lower, higher, found, trees))
     return verdicts
 
 
-def tree_name(entry: Entry) -> str:
-    tree = entry.first.get("tree") or {}
+def gaps(
+    given: Group, a: Entry | None, b: Entry | None, metric: str
+) -> dict[str, Estimate | None]:
+    """How far b lies above a: by set, and in the mean ("mean")."""
+    found: dict[str, Estimate | None] = {}
+    for task in given.sets:
+        one = estimate(a.rows.get(task) if a else None, metric)
+        other = estimate(b.rows.get(task) if b else None, metric)
+        found[task] = difference(one, other) if one and other else None
+    return found | {"mean": mean(list(found.values()))}
+
+
+def tree_name(row: Row) -> str:
+    tree = row.get("tree") or {}
     nodes = tree.get("n_nodes", "?")
     if tree.get("kind") == "dynamic" and tree.get("width") == 1:
         return f"chain {nodes}" if nodes != 1 else "none"
@@ -534,3 +595,121 @@ def says(gap: Estimate | None) -> str:
         return f"{told}\n{gap.value:+.2f}, no interval"
     unsure = ", unsure" if gap.low <= 0 <= gap.high else ""
     return f"{told}{unsure}\n{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"
+
+
+def verdict(gaps: list[Estimate | None]) -> str:
+    """What several gaps say together; unsure if an interval that holds 0 decides."""
+    known = [gap for gap in gaps if gap is not None]
+    if not known or len(known) < len(gaps):
+        return NOT_MEASURED
+    if any(gap.high is not None and gap.high < 0 for gap in known):
+        return "not held"
+    told = "held" if all(gap.value > 0 for gap in known) else "not held"
+    sure = all(gap.low is not None and gap.low > 0 for gap in known)
+    return told if sure else f"{told}, unsure"
+
+
+LEAST = 20  # steps that an alpha must rest on
+
+
+def chain_alpha(entry: Entry) -> list[Estimate]:
+    """n-alpha of a chain, steps of all sets pooled, as far as enough steps get there.
+
+    Intervals take steps as independent: lines do not say which prompt accepted what.
+    """
+    rows = [r for r in entry.rows.values() if r.get("alpha") and r.get("by_prompt")]
+    if not rows:
+        return []
+    depth = min(len(row["acceptance_by_depth"]) for row in rows)
+    reached = np.zeros(depth + 1)
+    for row in rows:
+        n_steps = sum(row["by_prompt"]["steps"])
+        shares = [a or 0.0 for a in row["acceptance_by_depth"][:depth]]
+        reached += n_steps * np.array([1.0, *shares])
+    found = []
+    for n, more in itertools.pairwise(reached):
+        if n < LEAST:
+            break
+        rate = more / n
+        spread = 1.96 * np.sqrt(rate * (1 - rate) / n)
+        found.append(Estimate(rate, max(rate - spread, 0), min(rate + spread, 1)))
+    return found
+
+
+class Fall(NamedTuple):
+    """By how much alpha falls up to position n, with training-time test and without."""
+
+    with_test: str
+    without: str
+    n: int
+    falls: tuple[Estimate, Estimate]
+    gap: Estimate
+
+
+def falls(given: Group) -> list[Fall]:
+    """Compares chains trained with several unrolled steps to chains trained with one."""
+    found = []
+    for with_test in ("eagle3_chain", "eagle3_ttt7_chain"):
+        for without in ("fused_chain", "eagle1_chain", "eagle3_ttt1_chain"):
+            if with_test not in given.used or without not in given.used:
+                continue
+            ours, theirs = (chain_alpha(given.used[v]) for v in (with_test, without))
+            n = min(len(ours), len(theirs)) - 1
+            if n > 0:
+                pair = difference(ours[n], ours[0]), difference(theirs[n], theirs[0])
+                gap = difference(*pair)
+                found.append(Fall(with_test, without, n, pair, gap))
+    return found
+
+
+class Sweep(NamedTuple):
+    """Entries of one variant that differ in nothing but one setting.
+
+    Args:
+      field: the setting, dotted; the whole tree is one.
+      points: its values in order, each with its entry.
+    """
+
+    variant: str
+    field: str
+    points: list[tuple[Any, Entry]]
+
+
+def sweeps(given: Group) -> list[Sweep]:
+    """Finds all settings that were changed one at a time."""
+    known = [(e, _settings(e.first)) for e in given.entries if e.first.get("head")]
+    names = dict.fromkeys(name for _, own in known for name in sorted(own))
+    found = []
+    for field in names:
+        alike: dict[str, dict[str, tuple[Any, Entry]]] = {}
+        for entry, own in known:
+            rest = json.dumps({k: v for k, v in own.items() if k != field})
+            value = own.get(field)
+            alike.setdefault(rest, {})[json.dumps(value)] = value, entry
+        for points in alike.values():
+            if field != "variant" and len(points) > 1:
+                ordered = sorted(points.values(), key=lambda p: _rank(p[0]))
+                variant = _unroll(ordered[0][1].first)[0]
+                found.append(Sweep(variant, field, ordered))
+    return found
+
+
+def _rank(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, dict):  # a tree
+        return value.get("n_nodes") or 0, value.get("depth") or 0
+    return (value,) if isinstance(value, int | float) else (0, str(value))
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    """What makes a head and how it drafts; tokens as they were asked for."""
+    own = {k: v for k, v in _flat(row).items() if not k.startswith("tree.")}
+    own = {
+        k: own[k] for k in sorted(own) if k not in ("head", "trained_tokens", "name")
+    }
+    variant, steps = _unroll(row)
+    own |= {"variant": variant, "train.ttt_steps": steps, "tree": row.get("tree")}
+    asked = ((row.get("config") or {}).get("train") or {}).get("supervised_tokens")
+    got = trained_tokens(row)
+    # A head that was given was not trained with this run's config.
+    near = asked and got and abs(got / asked - 1) < 0.2
+    return own | {"train.supervised_tokens": asked if near else got}

@@ -28,6 +28,7 @@ VARIANTS: dict[str, tuple[float, float, dict[str, Any]]] = {
     "feature_unshifted": (0.55, 0.85, STATIC),
     "eagle1": (0.65, 0.88, STATIC),
     "eagle1_chain": (0.55, 0.85, CHAIN),
+    "eagle1_no_noise": (0.64, 0.87, STATIC),
     "eagle1_fixed": (0.60, 0.88, STATIC),
     "eagle2": (0.70, 0.90, DYNAMIC),
     "eagle2_no_value": (0.66, 0.87, DYNAMIC),
@@ -40,6 +41,7 @@ VARIANTS: dict[str, tuple[float, float, dict[str, Any]]] = {
     "eagle3": (0.76, 0.98, DYNAMIC),
     "eagle3_chain": (0.66, 0.98, CHAIN),
     "eagle3_ttt1": (0.71, 0.88, DYNAMIC),
+    "eagle3_ttt3": (0.76, 0.94, DYNAMIC),
     "eagle3_ttt7": (0.75, 0.98, DYNAMIC),
     "medusa": (0.50, 0.75, STATIC),
     "lookup": (0.25, 0.90, CHAIN),
@@ -166,8 +168,46 @@ def _shape(
     return {"nodes": nodes.tolist(), "accepted": accepted.tolist()}
 
 
+def tuned(variant: str, task: str = "qa", **fields: Any) -> dict[str, Any]:
+    """A line whose config has three unrolled steps and these fields, dotted with __."""
+    asked = fields.pop("supervised_tokens", 20_000)
+    tree, n_prompts = fields.pop("tree", None), fields.pop("n_prompts", 5)
+    config: dict[str, Any] = {
+        "taps": [],
+        "draft": {"fc_norm": False, "norm_output": False},
+        "train": {"ttt_steps": 3, "supervised_tokens": asked, "mask": "label"},
+    }
+    for name, value in fields.items():
+        *groups, last = name.split("__")
+        (config[groups[0]] if groups else config)[last] = value
+    row = line(variant, task, n_prompts=n_prompts, supervised_tokens=asked)
+    row |= {"config": config, "trained_tokens": asked + 137}
+    row |= {"tree": tree} if tree else {}
+    return row | {"fingerprint": json.dumps([variant, task, row["tree"], config])}
+
+
+def chain(depth: int) -> dict[str, Any]:
+    return CHAIN | {"depth": depth, "n_nodes": depth + 1}
+
+
+def sweep(task: str = "qa") -> list[dict[str, Any]]:
+    """EAGLE-3 with one setting changed at a time, and one line in which two are."""
+    return [
+        *(tuned(f"eagle3_ttt{i}", task) for i in (1, 3, 7)),
+        *(tuned("eagle3", task, taps=taps) for taps in ([2], [2, 15])),
+        tuned("eagle3", task, draft__fc_norm=True),
+        tuned("eagle3", task, train__mask="official"),
+        tuned("eagle3", task, train__mask="official", taps=[2]),
+        *(tuned("eagle3", task, supervised_tokens=n) for n in (50_000, 100_000)),
+        *(
+            tuned("eagle3", task, supervised_tokens=100_000, tree=chain(depth))
+            for depth in (1, 2, 3)
+        ),
+    ]
+
+
 def full() -> list[dict[str, Any]]:
-    """Every variant at both temperatures, batches, and a sweep over training data."""
+    """Every variant at both temperatures, batches, and sweeps."""
     rows = [
         line(variant, task, temperature=temperature)
         for temperature in (0.0, 1.0)
@@ -186,7 +226,7 @@ def full() -> list[dict[str, Any]]:
         for tokens in (6_250, 12_500, 25_000)
         for task in SETS
     ]
-    return rows
+    return rows + [row for task in SETS for row in sweep(task)]
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import page, papers, report, results
+from experiments import page, papers, plots, report, results
 from experiments.page import NOT_BUILT, NOT_MEASURED, Number, Table
 from experiments.results import Estimate, Group
 from tests import fake_results
-from tests.fake_results import SETS, line
+from tests.fake_results import SETS, line, sweep, tuned
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -72,9 +72,16 @@ def test_unsound_input_is_refused_with_what_is_wrong(tmp_path, rows, message):
 
 
 @pytest.mark.parametrize("field", results.Setting._fields)
-def test_lines_of_different_settings_never_share_a_table(field):
-    changed = {"temperature": 1.0, "batch": 4, "max_new_tokens": 99}.get(field, "other")
-    rows = [bare("eagle3", "qa"), bare("eagle2", "qa", **{field: changed})]
+def test_lines_of_different_settings_never_share_a_table(field: str):
+    changed: dict[str, Any] = {
+        "temperature": 1.0,
+        "batch": 4,
+        "max_new_tokens": 99,
+        "prompts": 5,
+    }
+    value = changed.get(field, "other")
+    field = "n_prompts" if field == "prompts" else field
+    rows = [bare("eagle3", "qa"), bare("eagle2", "qa", **{field: value})]
     assert [len(g.entries) for g in groups(rows)] == [1, 1]
     rows[1][field] = rows[0][field]
     assert [len(g.entries) for g in groups(rows)] == [2]
@@ -98,6 +105,88 @@ def test_more_prompts_win_over_fewer_and_it_is_said():
         (group,) = groups(rows)
         assert group.used["eagle3"].rows["qa"]["tau_pooled"] == 2.0
         assert any("3" in note and "10" in note for note in group.notes)
+
+
+def test_lines_on_other_numbers_of_prompts_do_not_stand_for_a_variant():
+    rows = [tuned("eagle2", n_prompts=10), tuned("eagle3", n_prompts=10)]
+    rows += [*sweep(), tuned("eagle3", n_prompts=20, supervised_tokens=50_000)]
+    found = groups(rows)
+    assert {g.setting.prompts for g in found} == {5, 10, 20}
+    assert len({g.family for g in found}) == 3
+    for group in found:
+        for entry in group.entries:
+            assert {row["n_prompts"] for row in entry.rows.values()} == {
+                group.setting.prompts
+            }
+    # A set that has fewer questions than were asked for stays with the others.
+    few = [
+        bare("eagle3", "sum", n_prompts=79),
+        bare("eagle3", "mt_bench", n_prompts=80),
+    ]
+    (group,) = groups(few)
+    assert group.setting.prompts == 80 and len(group.entries) == 1
+
+
+def test_labels_tell_what_is_unusual_and_the_usual_entry_has_none():
+    (group,) = groups(sweep())
+    labels = [entry.label for entry in group.entries]
+    assert "eagle3" in labels and "eagle3 (taps=[2])" in labels
+    assert "eagle3 (fc_norm=True)" in labels
+    assert "eagle3 (taps=[2], mask=official)" in labels
+    assert "eagle3 (100,137 tokens, chain 3)" in labels
+    assert len(set(labels)) == len(labels)
+
+
+def test_the_usual_number_of_unrolled_steps_is_the_variant_itself():
+    (group,) = groups(sweep())
+    assert group.used["eagle3"].first["variant"] == "eagle3_ttt3"
+    assert group.used["eagle3_ttt1"].first["variant"] == "eagle3_ttt1"
+    assert "eagle3_ttt3" not in group.used
+
+
+def test_comparisons_use_the_entry_set_as_most_variants():
+    rows = [tuned("eagle2"), tuned("hass"), tuned("eagle3")]
+    rows += [tuned("eagle3", taps=[2]), tuned("eagle3", draft__norm_output=True)]
+    for given in (rows, rows[::-1]):
+        (group,) = groups(given)
+        assert group.used["eagle3"].first["config"] == rows[0]["config"]
+
+
+def test_an_entry_says_how_many_sets_it_lacks():
+    rows = [bare("eagle3", "qa"), bare("eagle3", "sum"), bare("eagle2", "qa")]
+    (group,) = groups(rows)
+    assert [e.label for e in group.entries] == ["eagle2, 1 of 2 sets", "eagle3"]
+
+
+def test_a_sweep_holds_entries_that_differ_in_one_setting_alone():
+    (group,) = groups(sweep())
+    found = {s.field: s for s in results.sweeps(group)}
+    alone = [s for s in results.sweeps(group) if s.field == "taps"]
+    assert [[v for v, _ in s.points] for s in alone] == [
+        [[2, 15], [2], []],
+        [[2], []],  # with the other mask
+    ]
+    values = {
+        field: [v for v, _ in found[field].points]
+        for field in ("train.ttt_steps", "train.supervised_tokens", "draft.fc_norm")
+    }
+    assert values == {
+        "train.ttt_steps": [1, 3, 7],
+        "train.supervised_tokens": [20_000, 50_000, 100_000],
+        "draft.fc_norm": [False, True],
+    }
+    trees = [results.tree_name(e.first) for _, e in found["tree"].points]
+    assert trees == ["chain 2", "chain 3", "chain 4", "dynamic 26"]
+    assert "variant" not in found
+
+
+def test_a_head_that_was_given_is_swept_by_what_it_saw():
+    rows = [
+        tuned("eagle3") | {"trained_tokens": n, "head": str(n)} for n in (1000, 9000)
+    ]
+    (group,) = groups(rows)
+    (sweep,) = results.sweeps(group)
+    assert [value for value, _ in sweep.points] == [1000, 9000]
 
 
 def test_finer_variants_stand_with_the_named_one_they_belong_to():
@@ -191,9 +280,65 @@ def test_orders_that_hold_and_that_do_not_and_that_were_not_measured():
 def test_a_set_that_one_variant_lacks_is_not_measured_and_neither_is_the_mean():
     rows = [bare("eagle2", "qa"), bare("eagle2", "sum"), bare("no_feature_loss", "qa")]
     (group,) = groups(rows)
-    found = {v.lower: v for v in results.orderings(group, "tau_pooled")}["eagle2"]
+    verdicts = results.orderings(group, "tau_pooled")
+    found = next(v for v in verdicts if v.higher == "no_feature_loss")
     assert found.gaps["qa"] is not None
     assert found.gaps["sum"] is found.gaps["mean"] is None
+
+
+def test_a_claim_of_several_steps_is_as_sure_as_its_least_sure_one():
+    up, down = Estimate(0.2, 0.1, 0.3), Estimate(-0.2, -0.3, -0.1)
+    maybe, hardly = Estimate(0.1, -0.1, 0.3), Estimate(-0.1, -0.3, 0.1)
+    assert results.verdict([up, up]) == "held"
+    assert results.verdict([up, maybe]) == "held, unsure"
+    assert results.verdict([maybe, hardly]) == "not held, unsure"
+    assert results.verdict([up, down]) == "not held"
+    assert results.verdict([up, None]) == results.verdict([]) == NOT_MEASURED
+    assert results.verdict([Estimate(0.2)]) == "held, unsure"  # no interval
+
+
+def stepped(
+    variant: str, shares: list[float], task: str = "qa", n: int = 400
+) -> dict[str, Any]:
+    """A chain of so many steps that accepts these shares at least so deep."""
+    row = line(variant, task, n_prompts=2)
+    steps = {"steps": [n // 2, n // 2]}
+    row["by_prompt"] = row["by_prompt"] | steps
+    return row | {"acceptance_by_depth": shares}
+
+
+def test_alpha_pools_the_steps_of_all_sets_and_stops_where_few_got():
+    rows = [
+        stepped("eagle3_chain", [0.5, 0.25, 0.025, 0.025]),
+        stepped("eagle3_chain", [0.1, 0.1, 0.0, 0.0], "sum", 1000),
+    ]
+    (group,) = groups(rows)
+    found = results.chain_alpha(group.used["eagle3_chain"])
+    # 1400 steps, of which 300, 200, 10 and 10 went so deep: 10 are too few to go on.
+    assert [a.value for a in found] == pytest.approx([300 / 1400, 200 / 300, 10 / 200])
+    half = 1.96 * (2 / 3 * 1 / 3 / 300) ** 0.5
+    assert found[1][1:3] == pytest.approx((2 / 3 - half, 2 / 3 + half))
+
+
+def test_alpha_falls_less_with_training_time_test_or_not_and_how_sure_that_is():
+    rows = [
+        stepped("eagle3_chain", [0.6, 0.36, 0.2]),
+        stepped("fused_chain", [0.6, 0.2, 0.02]),
+        stepped("eagle1_chain", [0.4, 0.16, 0.01]),
+    ]
+    (group,) = groups(rows)
+    fused, eagle1 = results.falls(group)
+    assert (fused.with_test, fused.without, fused.n) == (
+        *("eagle3_chain", "fused_chain"),
+        2,
+    )
+    assert fused.falls[0].value == pytest.approx(0.6 - 0.2 / 0.36)
+    assert fused.falls[1].value == pytest.approx(0.6 - 0.1)
+    assert results.says(fused.gap).startswith("held\n")
+    assert eagle1.falls[1].value == pytest.approx(0.4 - 0.01 / 0.16)
+    table = report._flatness(group)
+    assert isinstance(table, Table) and len(table.rows) == 2
+    assert NOT_MEASURED in report._flatness(groups(rows[:1])[0])
 
 
 def test_differences_of_paired_prompts_are_surer_than_independent_ones():
@@ -343,14 +488,103 @@ def test_the_tables_hold_the_numbers_of_the_lines(made):
     with (out / "A_t0_b1_costs.csv").open() as file:
         costs = {row["variant"]: row for row in csv.DictReader(file)}
     row = costs["eagle1_chain"]
-    alphas = np.mean([line("eagle1_chain", t)["alpha"] for t in SETS], axis=0)
-    a = alphas.mean()
+    lines = [line("eagle1_chain", task) for task in SETS]
+    reached = np.sum(
+        [
+            sum(one["by_prompt"]["steps"])
+            * np.array([1.0, *one["acceptance_by_depth"]])
+            for one in lines
+        ],
+        axis=0,
+    )
+    a = np.mean((reached[1:] / reached[:-1])[reached[:-1] >= 20])
     formula = sum(a**k for k in range(6)) / (1 + 5 * 0.12)
     assert float(row["predicted, formula"]) == pytest.approx(formula)
     with (out / "A_t0_batches.csv").open() as file:
         (batches,) = csv.DictReader(file)
     ratio = np.mean([line("eagle3", t, batch=2)["speedup"] for t in SETS])
     assert float(batches["batch 2"]) == pytest.approx(ratio)
+
+
+TABLES_OF_VARIANTS = ("tau", "speedup", "details", "acceptance_by_depth", "alpha")
+
+
+def test_every_table_of_variants_prints_parameters_and_training_flops(made):
+    out, _ = made
+    full = line("eagle1_chain", "qa")
+    for name in TABLES_OF_VARIANTS:
+        with (out / f"A_t0_b1_{name}.csv").open() as file:
+            rows = {row["variant"]: row for row in csv.DictReader(file)}
+        row = rows["eagle1_chain"]
+        assert float(row["parameters"]) == full["n_trainable"], name
+        assert float(row["training FLOPs"]) == full["train_flops"], name
+    for name in ("A_t0_batches", "A_t0_b1_sweep_data"):
+        with (out / f"{name}.csv").open() as file:
+            assert float(next(csv.DictReader(file))["parameters"]) > 0
+    with (out / "A_t0_b1_orderings_tau.csv").open() as file:
+        claims = {row["claim, trees"]: row for row in csv.DictReader(file)}
+    told = claims["no_feature_loss < eagle3"]["parameters, training FLOPs of both"]
+    assert told == "- 9.8M; 2.94e+12"
+
+
+def test_sweeps_have_tables_and_figures_of_their_own(tmp_path):
+    rows = [row for task in ("qa", "sum") for row in sweep(task)]
+    lines = results.read([write(tmp_path / "a.jsonl", rows)])
+    report.report(lines, tmp_path)
+    read = {}
+    for name in ("steps", "data", "tree", "choices"):
+        with (tmp_path / f"A_t0_b1_sweep_{name}.csv").open() as file:
+            read[name] = list(csv.DictReader(file))
+    assert [row["trees"] for row in read["tree"]] == [
+        *("chain 2", "chain 3", "chain 4"),
+        "dynamic 26",
+    ]
+    steps = read["steps"]
+    assert [row["unrolled steps in training"] for row in steps] == ["1", "3", "7"]
+    taus = [
+        np.mean([tuned(f"eagle3_ttt{i}", t)["tau_pooled"] for t in ("qa", "sum")])
+        for i in (1, 3, 7)
+    ]
+    assert [float(row["tau"]) for row in steps] == pytest.approx(taus)
+    gaps = [float(row["tau, difference"]) for row in steps[1:]]
+    assert gaps == pytest.approx([tau - taus[0] for tau in taus[1:]])
+    assert steps[0]["tau, difference"] == ""
+    choices = {(row["setting"], row["value"]) for row in read["choices"]}
+    assert choices == {
+        ("-", "unchanged: eagle3"),
+        ("draft.fc_norm", "True, not False"),
+        ("taps", "2, not the official ones"),
+        ("taps", "2/15, not the official ones"),
+        ("train.mask", "official, not label"),
+    }
+    assert {p.name for p in tmp_path.glob("*_steps.png")} == {"A_t0_b1_steps.png"}
+    assert {p.name for p in tmp_path.glob("*_tree.png")} == {"A_t0_b1_tree.png"}
+
+
+def test_bars_of_too_many_entries_are_those_of_the_named_variants():
+    many = [tuned("eagle3", taps=[i]) for i in range(plots.MOST_BARS)]
+    (alone,) = groups([*many, tuned("eagle3")])
+    assert plots.bars(alone, "tau_pooled", "tau") is None
+    (group,) = groups([*many, tuned("eagle3"), tuned("eagle2"), tuned("hass")])
+    figure = plots.bars(group, "tau_pooled", "tau")
+    assert figure is not None
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert [name.partition(" ")[0] for name in names] == ["eagle2", "hass", "eagle3"]
+
+
+def test_only_a_last_column_that_holds_more_ranks_says_so():
+    (group,) = groups([line("eagle3", "qa")])  # six ranks of ten
+    figure = plots.trees(group)
+    assert figure is not None
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert labels == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_a_control_is_never_the_fastest():
+    twice = bare("vanilla", "qa", speedup=9.0) | {"variant": "vanilla_twice"}
+    rows = [twice, bare("eagle3", "qa", speedup=1.1)]
+    table = report._glance(groups(rows))
+    assert table.rows[0][2] == "1.10\neagle3"
 
 
 def test_the_page_is_one_file_that_asks_for_nothing_else(made):
