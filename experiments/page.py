@@ -221,7 +221,7 @@ def _html_cells(row: list[Cell], table: Table) -> str:
             kinds.append("none")
             while at + width < len(row) and row[at + width] == cell:
                 width += 1
-        elif isinstance(cell, str):
+        elif isinstance(cell, str) and "unsure" not in cell:
             kinds += [k for k in ("not held", "held") if cell.startswith(k)][:1]
         if isinstance(cell, Number):
             shown = html.escape(format(cell.value, cell.spec) + cell.mark)

@@ -113,7 +113,7 @@ SPECS = (
         ("target", "method"),
         ("condition", "metric"),
         "The largest batch that fits a GPU's memory has no counterpart: it is no limit "
-        "here.",
+        "here. The study of batches decodes with EAGLE-3: see EAGLE-3, Table 3.",
     ),
     Spec(
         "EAGLE-1",
@@ -177,7 +177,8 @@ SPECS = (
         ("target", "method"),
         ("condition",),
         "There is no serving engine here, nor its scheduling and paged cache; ours is the "
-        "ratio of our own plain batched loop, on a chain.",
+        "ratio of our own plain batched loop, on a chain, else on the tree of the study "
+        "of batches.",
     ),
     Spec(
         "EAGLE-3",
@@ -244,7 +245,8 @@ def load() -> dict[tuple[str, str], dict[str, Any]]:
 def tables(groups: list[Group]) -> list[tuple[Spec, Table]]:
     """Makes every table of the papers, our families of settings as further targets.
 
-    A family's lines are shown where they have a number, those of the first one always.
+    A family's lines are shown where they have a number, and those of the first one where
+    none has.
     """
     given = load()
     return [
@@ -255,18 +257,33 @@ def tables(groups: list[Group]) -> list[tuple[Spec, Table]]:
 def _table(spec: Spec, given: dict[str, Any], groups: list[Group]) -> Table:
     cells = list(given["cells"])
     families = list(dict.fromkeys(g.family for g in groups)) if spec.ours else []
-    for number, family in enumerate(families):
-        own = _our_cells(
+    own = {
+        family: _our_cells(
             spec, given["cells"], [g for g in groups if g.family == family]
         )
-        known = {_line(c) for c in own if isinstance(c["value"], Number)}
-        cells += [c for c in own if number == 0 or _line(c) in known]
+        for family in families
+    }
+    known = {
+        family: {_line(c) for c in found if isinstance(c["value"], Number)}
+        for family, found in own.items()
+    }
+    nowhere = {_line(c) for found in own.values() for c in found}.difference(
+        *known.values()
+    )
+    for number, family in enumerate(families):
+        lines = known[family] | (nowhere if number == 0 else set())
+        cells += [c for c in own[family] if _line(c) in lines]
     notes = [spec.why] if spec.why else []
     notes.append(f"{given['source']}. {CONFIDENCE[given['confidence']]}")
     notes += [
         f"{'†' * (number + 1)} {_named(m)}: {m['note']}."
         for number, m in enumerate(given.get("misprints", ()))
     ]
+    if spec.ours:
+        metrics = dict.fromkeys(c["metric"] for c in given["cells"])
+        kinds = dict.fromkeys(m.split(" vs ")[0].lstrip("01234-") for m in metrics)
+        notes += [DEFINITIONS[kind] for kind in kinds if kind in DEFINITIONS]
+        notes += _trained(given["cells"], groups)
     if spec.paper == "EAGLE-1" and spec.table == "Table 5":
         notes.append(
             "LLaMA2-Chat 13B: the paper prints a gain of 0.68, but it is 0.72."
@@ -277,6 +294,36 @@ def _table(spec: Spec, given: dict[str, Any], groups: list[Group]) -> Table:
         spec,
         name=f"paper_{stem}",
         notes=notes,
+    )
+
+
+DEFINITIONS = {
+    "tau": "tau, ours: tokens a step emits, bonus token counted, pooled over the steps of "
+    "a set.",
+    "speedup": "speedup, ours: mean over prompts of tokens per second, prefill counted, "
+    "over that of plain decoding.",
+    "alpha": "n-alpha, ours: share of a chain's steps that accept drafted token n + 1 "
+    "among those that accepted the n before it; not measured where fewer than "
+    f"{results.LEAST} steps came that far.",
+    "throughput ratio": "throughput ratio, ours: tokens per second of the batch, prefill "
+    "not counted, over that of plain decoding in batches of the same size.",
+}
+
+
+def _trained(cells: list[dict[str, Any]], groups: list[Group]) -> list[str]:
+    """Says what the heads behind our cells took to train."""
+    named = {v for c in cells for v in METHODS.get(c["method"], ())}
+    if any(c["metric"].endswith("-alpha") for c in cells):
+        named.add("eagle1_chain")
+    told = {}
+    for group in groups:
+        for variant, entry in group.used.items():
+            row = entry.first
+            n, flops = row.get("n_trainable"), row.get("train_flops")
+            if variant in named and n is not None and flops is not None:
+                told[f"{group.family} {variant} {n:,} and {flops:.2e}"] = None
+    return (
+        [f"Parameters trained and training FLOPs: {'; '.join(told)}."] if told else []
     )
 
 
@@ -340,7 +387,7 @@ def _answer(
     if metric.endswith("-alpha"):
         names = ("eagle1_chain",)
     if metric.startswith("throughput ratio vs"):
-        names = {"EAGLE": ("eagle1_chain",), "EAGLE-3": ("eagle3_chain",)}[
+        names = {"EAGLE": ("eagle1_chain",), "EAGLE-3": ("eagle3_chain", "eagle3")}[
             cell["method"]
         ]
     for group in groups:
@@ -377,9 +424,9 @@ def _value(entry: Entry, task: str, metric: str) -> results.Estimate | None:
     if metric.startswith("throughput ratio"):
         return results.estimate(row, "speedup")
     if metric.endswith("-alpha"):
-        alpha = row.get("alpha") or []
+        alpha = results.chain_alpha(entry._replace(rows={task: row}))
         position = int(metric.split("-")[0])
-        return _plain(alpha[position] if position < len(alpha) else None)
+        return alpha[position] if position < len(alpha) else None
     if metric == "accuracy":
         curve = row.get("learning_curve") or []
         accuracy = curve[-1].get("accuracy") if curve else None

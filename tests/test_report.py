@@ -428,7 +428,8 @@ def test_alpha_and_calibration_and_batches_find_their_places():
     rows = [line("eagle1_chain", "mt_bench"), line("eagle2", "alpaca")]
     rows += [line("eagle1", "mt_bench", batch=2)]
     alpha = paper_row(rows, "EAGLE-1 Table 2", "0", "here: A", "MT-bench")
-    assert alpha["3-alpha"].value == rows[0]["alpha"][3]
+    assert alpha["2-alpha"].value == pytest.approx(rows[0]["alpha"][2])
+    assert alpha["4-alpha"] == NOT_MEASURED  # hardly a step came that far
     assert (
         alpha["tau"] == NOT_MEASURED
     )  # of the tree, which was not measured at batch 1
@@ -440,6 +441,29 @@ def test_alpha_and_calibration_and_batches_find_their_places():
     batch = paper_row(rows, "EAGLE-1 Table 7", "here: A", "EAGLE")
     assert batch["batch size 2 speedup"].value == rows[2]["speedup_with_prefill"]
     assert batch["batch size 1 speedup"] == NOT_MEASURED
+
+
+def test_a_ratio_by_batch_is_that_of_the_chain_else_of_the_tree_that_was_measured():
+    rows = [line("eagle3", "mt_bench", batch=batch) for batch in (2, 4)]
+    rows += [line(v, "qa", n_prompts=4) for v in ("eagle2", "token", "medusa")]
+    ours = paper_row(rows, "EAGLE-3 Table 3", "here: B", "EAGLE-3")
+    assert ours["batch size 4"].value == rows[1]["speedup"]
+    # The first family has no number there, so it has no line either.
+    made = {f"{s.paper} {s.table}": t for s, t in papers.tables(groups(rows))}
+    lines = [row for row in made["EAGLE-3 Table 3"].rows if row[1] == "EAGLE-3"]
+    assert [row[0] for row in lines if page.OURS in str(row[0])] == ["here: B"]
+
+
+def test_tables_of_the_papers_define_ours_and_say_what_the_heads_took():
+    row = line("eagle2", "mt_bench")
+    for spec, table in papers.tables(groups([row])):
+        notes = " ".join(table.notes)
+        tau = any(c.endswith("tau") for c in table.columns) or "tau" in spec.title
+        if spec.ours and tau:
+            assert papers.DEFINITIONS["tau"] in table.notes, spec.table
+        if spec.ours and any("EAGLE-2" in cells for cells in table.rows):
+            told = f"A eagle2 {row['n_trainable']:,} and {row['train_flops']:.2e}"
+            assert told in notes, spec.table
 
 
 # Files -------------------------------------------------------------------------------
@@ -637,6 +661,14 @@ def test_a_cell_is_escaped_and_gaps_are_joined():
     assert "| <b> | 1.00 [0.50, 1.50] | not measured | not measured |" in page.markdown(
         "t", [page.Section(2, "s", [table])]
     )
+
+
+def test_a_verdict_that_is_unsure_has_no_colour():
+    row: list[page.Cell] = ["x", "held\n+0.1", "held, unsure\n+0.1", "not held\n-0.1"]
+    table = Table("t", "", ["a", "b", "c", "d"], [row], [])
+    text = page.page("t", [page.Section(2, "s", [table])], Path())
+    assert '<td class="held">held<' in text and '<td class="not">not held<' in text
+    assert "<td>held, unsure<" in text
 
 
 def test_fake_lines_name_themselves():
