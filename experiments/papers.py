@@ -321,10 +321,14 @@ def _trained(cells: list[dict[str, Any]], groups: list[Group]) -> list[str]:
             row = entry.first
             n, flops = row.get("n_trainable"), row.get("train_flops")
             if variant in named and n is not None and flops is not None:
-                told[f"{group.family} {variant} {n:,} and {flops:.2e}"] = None
-    return (
-        [f"Parameters trained and training FLOPs: {'; '.join(told)}."] if told else []
+                tree, tokens = results.tree_name(row), results.trained_tokens(row)
+                seen = "?" if tokens is None else f"{tokens:,}"
+                one = f"{group.family} {variant}: {n:,}; {flops:.2e}; {seen}; {tree}"
+                told[one] = None
+    meaning = (
+        "parameters trained; training FLOPs; supervised tokens; tree and its nodes"
     )
+    return [f"Ours ({meaning}): {', '.join(told)}."] if told else []
 
 
 def _line(cell: dict[str, Any]) -> tuple[Any, ...]:

@@ -30,8 +30,9 @@ TAU = (
     "(sum of tokens / sum of steps); the prefill's token is not counted."
 )
 INTERVALS = (
-    "[low, high]: 95 % bootstrap interval over prompts. The mean is that of the sets, "
-    "each with equal weight; it needs all of them."
+    "[low, high]: 95 % bootstrap interval over prompts: what other prompts would change, "
+    "not the machine's noise from run to run. The mean is that of the sets, each with "
+    "equal weight; it needs all of them."
 )
 SPEEDUP = (
     "speedup: mean over prompts of tokens per second, over that of plain decoding of the "

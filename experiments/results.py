@@ -683,6 +683,8 @@ def sweeps(given: Group) -> list[Sweep]:
     for field in names:
         alike: dict[str, dict[str, tuple[Any, Entry]]] = {}
         for entry, own in known:
+            if own.get(field) is None:
+                continue
             rest = json.dumps({k: v for k, v in own.items() if k != field})
             value = own.get(field)
             alike.setdefault(rest, {})[json.dumps(value)] = value, entry

@@ -462,7 +462,7 @@ def test_tables_of_the_papers_define_ours_and_say_what_the_heads_took():
         if spec.ours and tau:
             assert papers.DEFINITIONS["tau"] in table.notes, spec.table
         if spec.ours and any("EAGLE-2" in cells for cells in table.rows):
-            told = f"A eagle2 {row['n_trainable']:,} and {row['train_flops']:.2e}"
+            told = "A eagle2: 9,800,000; 2.94e+12; 50,000; dynamic 26."
             assert told in notes, spec.table
 
 
@@ -649,6 +649,15 @@ def test_bare_lines_make_a_report_that_says_what_is_missing(tmp_path):
         "A_t0_b1_speedup.png",
         "A_t0_b1_tau.png",
     ]
+
+
+def test_lines_that_do_not_say_how_they_were_trained_are_no_sweep(tmp_path):
+    rows = [bare("eagle3", "qa"), bare("eagle3_ttt1", "qa")]
+    rows += [bare("eagle3", "qa", head="b", trained_tokens=9, fingerprint="b")]
+    rows[0] |= {"n_trainable": 10, "train_flops": 1e9}
+    (group,) = groups(rows)
+    assert results.sweeps(group) == []
+    report.report(results.read([write(tmp_path / "a.jsonl", rows)]), tmp_path)
 
 
 def test_a_cell_is_escaped_and_gaps_are_joined():
