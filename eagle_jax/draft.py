@@ -11,7 +11,7 @@ token i in slot i, prompt lookup keeps the tokens themselves, Medusa the newest 
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -378,11 +378,8 @@ def propose(
         return _look_up(state, root, cfg, tree)
     _check_width(cfg, tree)
     if tree.kind == "static":
-
-        def likeliest(out: Array, width: int, level: int) -> tuple[Array, Array]:
-            return _best_children(params, out, cfg, width, level)
-
-        return _propose_static(params, state, root, cfg, tree, likeliest)
+        draft_below = _drafter(params, state, cfg, tree)
+        return _propose_static(params, state, root, cfg, tree, draft_below)
     return rerank(grow(params, state, root, cfg, tree), root, tree)
 
 
@@ -480,7 +477,8 @@ def grow(
     """
     B, W = state.hidden.shape[1], tree.width
     n_levels = tree.depth - 1  # levels below the first
-    tokens, log_q = _best_children(params, state.hidden[:, :, None], cfg, W, 0)
+    draft_below = _drafter(params, state, cfg, tree)
+    tokens, log_q = draft_below(state.hidden[:, :, None], W, 0)
     first = Candidates(
         tokens=tokens[:, 0],
         parents=jnp.full((B, W), -1, jnp.int32),
@@ -519,7 +517,7 @@ def grow(
 
         tokens = at.above if cfg.inputs == "unshifted" else at.tokens
         out, _ = run(params, tokens, at.hidden, positions, look, cfg)
-        tokens, log_q = _best_children(params, out, cfg, W, i + 1)
+        tokens, log_q = draft_below(out, W, i + 1)
         log_value = (at.log_value[:, :, None] + log_q).reshape(B, W * W)
         tokens, log_q = tokens.reshape(B, W * W), log_q.reshape(B, W * W)
         _, best = jax.lax.top_k(log_value if tree.value else log_q, W)
@@ -554,28 +552,33 @@ def grow(
     )
 
 
-def _best_children(
-    params: Params,
-    out: Float[Array, "D B T"],
-    cfg: DraftConfig,
-    width: int,
-    level: int | Int[Array, ""],
-) -> tuple[Int[Array, "B T W"], Float[Array, "B T W"]]:
-    """Returns target ids and log-probabilities of the likeliest next tokens, best first.
+def _drafter(
+    params: Params, state: DraftState, cfg: DraftConfig, tree: TreeConfig
+) -> Callable[[Array, int, Any], tuple[Array, Array]]:
+    """Returns what drafts the likeliest next tokens below outputs [D, B, T] of a level.
 
-    Args:
-      level: levels between the root and `out`; picks the head of Medusa.
+    It takes the outputs, how many children each gets, and the levels above them, and
+    returns target ids and log-probabilities [B, T, W], best first.
     """
-    if cfg.head == "medusa":
-        parts = ("block", "block_bias", "head")
-        one = {name: params[name][level][None] for name in parts}
-        ahead = look_ahead(one, out.reshape(out.shape[0], -1), cfg)
-        scores = logits(one, ahead, cfg).reshape(-1, *out.shape[1:])
-    else:
-        scores = logits(params, out, cfg)
-    normaliser = jax.nn.logsumexp(scores, axis=0)
-    best, index = sharding.largest(scores, width)
-    return to_target(params, index), best - normaliser[..., None]
+
+    def best(scores: Array, width: int) -> tuple[Array, Array]:
+        normaliser = jax.nn.logsumexp(scores, axis=0)
+        largest, index = sharding.largest(scores, width)
+        return to_target(params, index), largest - normaliser[..., None]
+
+    if cfg.head != "medusa":
+        return lambda out, width, _: best(logits(params, out, cfg), width)
+    # All levels look ahead from one feature, so all heads are read once, as they lie:
+    # a slice of stacked weights is copied before its product.
+    scores = logits(params, look_ahead(params, state.hidden, cfg), cfg)
+    ids, log_q = best(scores.swapaxes(1, 2), tree.width)  # [B, I, W]
+
+    def known(out: Array, width: int, level: Any) -> tuple[Array, Array]:
+        shape = (*out.shape[1:], width)
+        one, its_log_q = ids[:, level, None, :width], log_q[:, level, None, :width]
+        return jnp.broadcast_to(one, shape), jnp.broadcast_to(its_log_q, shape)
+
+    return known
 
 
 def to_target(params: Params, ids: Int[Array, "*any"]) -> Int[Array, "*any"]:
