@@ -42,7 +42,8 @@ SPEEDUP = (
 
 TRAINED = (
     "parameters: trained ones, of the head alone; training FLOPs: the head's forward and "
-    "backward passes, and the target's forward."
+    "backward passes, and the target's LM head, the teacher's, at the labels; its layers, "
+    "whose features serve all heads, are not counted."
 )
 TRAINED_COLUMNS = ["parameters", "training FLOPs"]
 
@@ -516,7 +517,7 @@ def _total(rows: list[Row], name: str) -> int | None:
 
 
 def _costs(group: Group) -> Table:
-    columns = ["variant", "tree", "parameters trained", "supervised tokens"]
+    columns = ["variant", "tree", "parameters", "supervised tokens"]
     columns += ["training FLOPs", "c", "verify cost", "a", "predicted, formula"]
     columns += ["predicted, by depth", "with verify cost", "measured speedup"]
     columns += ["tokens per target GFLOP"]
@@ -564,10 +565,9 @@ def _costs(group: Group) -> Table:
         columns,
         rows,
         [
-            "tree: its kind and the nodes verified a step, root included. parameters "
-            "trained: of the head alone. supervised tokens: labels seen in training, with "
-            "repetition; training FLOPs: the head's forward and backward passes, and the "
-            "target's forward.",
+            "tree: its kind and the nodes verified a step, root included. supervised "
+            "tokens: labels seen in training, with repetition.",
+            TRAINED,
             "c: one pass of the draft, over one plain step of the target. verify cost: "
             "the target's pass over the whole tree, over one plain step. a: mean of the "
             "n-alphas of the table below, chains only. predicted, formula: (1 + a + ... + "
