@@ -249,6 +249,9 @@ def measure(
             continue
         due = [names[entry.variant, task] for entry in missing]
         answered = out / "answers" / f"{fingerprint(due)}.jsonl"
+        if FLAGS.force and sharding.is_first():
+            answered.unlink(missing_ok=True)
+        sharding.wait("old answers removed")
         results = evaluator.run_task(
             setup,
             [entry.method for entry in missing],

@@ -67,9 +67,6 @@ class Online:
     def __init__(self, setup: Setup):
         self.setup = setup
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Nothing is prepared."""
-
     def raw(self, packed: Packed) -> Float[Any, "B T X"]:
         """Returns the taps and the final-norm output of one batch."""
         setup = self.setup

@@ -517,8 +517,8 @@ def _total(rows: list[Row], name: str) -> int | None:
 
 
 def _costs(group: Group) -> Table:
-    columns = ["variant", "tree", "parameters", "supervised tokens"]
-    columns += ["training FLOPs", "c", "verify cost", "a", "predicted, formula"]
+    columns = ["variant", "tree", "supervised tokens", *TRAINED_COLUMNS]
+    columns += ["c", "verify cost", "a", "predicted, formula"]
     columns += ["predicted, by depth", "with verify cost", "measured speedup"]
     columns += ["tokens per target GFLOP"]
     rows: list[list[Cell]] = []
@@ -546,9 +546,8 @@ def _costs(group: Group) -> Table:
             [
                 label,
                 results.tree_name(entry.first),
-                _cell(row.get("n_trainable"), ",.0f"),
                 _cell(tokens, ",.0f"),
-                _cell(row.get("train_flops"), ".2e"),
+                *_trained(entry),
                 _cell(c, ".3f"),
                 _cell(verify),
                 _cell(rate),

@@ -189,7 +189,8 @@ def fit(job: Job, retrain: bool = False, fsdp: bool = False) -> Path:
     mesh = sharding.mesh_of(setup.target_params)
     fixed = {"embed": setup.target_params["embed"], "draft_to_target": ids}
     fixed = sharding.place(fixed, mesh)
-    job.features.add([*samples_read(job), *job.held_out])
+    if isinstance(job.features, Store):
+        job.features.add([*samples_read(job), *job.held_out])
     scale = feature_scale(job)
     if job.start is not None:
         params = dict(job.start)

@@ -366,8 +366,8 @@ def summaries(
 ) -> list[tuple[list[Message], str]]:
     """Makes prompts that ask for a summary of long turns, whoever's, in conversations.
 
-    Chats are short: a head trained on nothing else has never seen a long context, and
-    drafts badly from it. Texts are 100 to `longest` words, of one or several turns.
+    Chats are short: a head trained on nothing else has never seen a long context. Texts
+    are 100 to `longest` words, of one or several turns.
 
     Raises:
       ValueError: no turn is long enough, or a malformed file.

@@ -105,6 +105,7 @@ def test_only_samples_that_training_reads_get_features(setup, samples, tmp_path)
     job, everything = read(10_000)
     assert everything == [sample.start for sample in job.samples]
     job, _ = read(30)
+    assert isinstance(job.features, Store)
     job.features.add(trainer.samples_read(job))
     trainer.feature_scale(job)  # reads the first batches, and finds them
 
