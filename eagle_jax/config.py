@@ -252,6 +252,11 @@ class TreeConfig:
         """Nodes a dynamic tree chooses from: W at level 1, W*W at every later level."""
         return self.width + (self.depth - 1) * self.width**2 if self.depth else 0
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has two children, so that n-alpha is defined."""
+        return self.width == 1 and self.n_nodes > 1
+
 
 PLAIN = TreeConfig()
 

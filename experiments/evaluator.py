@@ -347,7 +347,6 @@ def _node_logits(
 def summary(result: TaskResult, cfg: DecodeConfig) -> dict[str, Any]:
     """Turns answers into the numbers of a result line; null where there is none."""
     tree, greedy = cfg.tree, cfg.sampling.temperature == 0
-    is_chain = tree.depth > 0 and tree.n_nodes == tree.depth + 1
     ours, plain = result.answers, result.baseline
     fast = metrics.tokens_per_second(ours, with_prefill=False)
     slow = metrics.tokens_per_second(plain, with_prefill=False)
@@ -363,7 +362,7 @@ def summary(result: TaskResult, cfg: DecodeConfig) -> dict[str, Any]:
             "tau_by_prompt": metrics.tau_by_prompt(ours),
             "tau_without_loops": metrics.tau_pooled(metrics.without_loops(ours)),
             "acceptance_by_depth": metrics.acceptance_by_depth(ours, tree.depth),
-            "alpha": metrics.alpha(ours, tree.depth) if is_chain else None,
+            "alpha": metrics.alpha(ours, tree.depth) if tree.is_chain else None,
             "by_prompt": metrics.by_prompt(ours),
             "baseline_by_prompt": metrics.by_prompt(plain),
             "tokens_per_second": fast,

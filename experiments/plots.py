@@ -368,7 +368,8 @@ def sweep(given: Group, field: str) -> Figure | None:
     found = [s for s in results.sweeps(given) if s.field == field]
     if field == "tree":  # of trees only chains stand in a row
         found = [
-            s._replace(points=[p for p in s.points if is_chain(p[0])]) for s in found
+            s._replace(points=[p for p in s.points if results.is_chain(p[0])])
+            for s in found
         ]
     found = [s for s in found if len(s.points) > 1]
     if not found:
@@ -393,10 +394,6 @@ SWEPT = {
     "train.ttt_steps": "unrolled steps in training",
     "tree": "depth of the chain (drafted tokens)",
 }
-
-
-def is_chain(tree: dict[str, Any]) -> bool:
-    return tree.get("n_nodes") == (tree.get("depth") or 0) + 1
 
 
 MOST_TREES = 4

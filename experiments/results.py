@@ -563,12 +563,18 @@ def gaps(
     return found | {"mean": mean(list(found.values()))}
 
 
+def is_chain(tree: dict[str, Any]) -> bool:
+    """TreeConfig.is_chain of a result line's tree."""
+    return tree.get("width") == 1 and tree.get("n_nodes", 1) > 1
+
+
 def tree_name(row: Row) -> str:
     tree = row.get("tree") or {}
     nodes = tree.get("n_nodes", "?")
-    if tree.get("kind") == "dynamic" and tree.get("width") == 1:
-        return f"chain {nodes}" if nodes != 1 else "none"
-    return f"{tree.get('kind', 'tree')} {nodes}"
+    if nodes == 1:
+        return "none"
+    kind = "chain" if is_chain(tree) else tree.get("kind", "tree")
+    return f"{kind} {nodes}"
 
 
 def find(given: Group, variant: str) -> Entry | None:

@@ -80,6 +80,14 @@ def test_candidates_are_counted_level_by_level():
     assert TreeConfig().n_candidates == 0
 
 
+def test_a_chain_is_told_by_its_width_not_by_its_number_of_nodes():
+    assert tree.chain(4).is_chain
+    assert tree.static(((0,), (0, 0))).is_chain
+    assert not TreeConfig().is_chain
+    assert not TreeConfig(width=2, depth=2, n_nodes=3).is_chain
+    assert not tree.static(((0,), (1,))).is_chain
+
+
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
