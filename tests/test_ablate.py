@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import drivers
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from absl import flags
 from absl.testing import flagsaver
 
 from configs import tiny as tiny_config
+from eagle_jax import sharding, weights
 from eagle_jax import text as text_lib
-from eagle_jax import weights
 from eagle_jax.config import DecodeConfig, SamplingConfig, TargetConfig, TreeConfig
 from eagle_jax.data import Question
 from eagle_jax.metrics import Turn
@@ -329,6 +330,37 @@ def test_a_later_turn_without_room_names_its_question(setup, monkeypatch, tmp_pa
             0,
             tmp_path / "answers.jsonl",
         )
+
+
+@pytest.mark.parametrize("mesh", [None, "data:4,model:2"])
+def test_what_is_timed_was_compiled_before_and_is_decoded_once(
+    mesh, monkeypatch, caplog
+):
+    t = tiny.target_config(vocab_size=104)
+    d = tiny.draft_config(t)
+    params = tiny.params(3, t, d)
+    if mesh:
+        params = sharding.place(params, sharding.make_mesh(mesh))
+    method = evaluator.Method(params, DecodeConfig(t, d, chain(3)))
+    calls = []
+
+    def decoded(*args: Any, **kwargs: Any) -> list[Turn]:
+        caplog.clear()
+        with jax.log_compiles():
+            turns = decode_one(*args, **kwargs)
+        calls.append((len(turns[0].n_emitted), "XLA compilation of" in caplog.text))
+        return turns
+
+    decode_one = evaluator._decode
+    monkeypatch.setattr(evaluator, "_decode", decoded)
+    monkeypatch.setattr(evaluator, "_warm", set())
+    prompts = [[3, 1, 4, 1, 5]] * 4
+    first = evaluator.answer(method, prompts, 12, 0, 256)
+    second = evaluator.answer(method, prompts, 12, 0, 256)
+    n_steps = len(first[0].n_emitted)
+    assert calls == [(0, True), (n_steps, False), (n_steps, False)]
+    assert [turn.tokens for turn in first] == [turn.tokens for turn in second]
+    assert len(first[0].tokens) == 12
 
 
 def test_where_two_texts_part_the_gap_of_the_target_is_measured():
