@@ -265,6 +265,7 @@ def measure(
             answered,
         )
         done += len(questions[task])
+        rows = []
         for entry, result in zip(missing, results, strict=True):
             report_mismatches(entry.variant, result)
             row = lines[entry.variant] | {"task": task}
@@ -273,8 +274,10 @@ def measure(
             name = names[entry.variant, task]
             row |= {"fingerprint": name, "commit": common.commit()}
             row |= {"jax": jax.__version__}
+            rows.append(row)
+        for row in rows:  # all at once: what is due names the file of the kept answers
             common.append_line(path, row)
-            known[name] = row
+            known[row["fingerprint"]] = row
         if sharding.is_first():
             answered.unlink()
     return [
@@ -288,6 +291,7 @@ def _probed(
     prompts = [evaluator.first_prompt(setup, q) for q in questions[: FLAGS.probe]]
     if not prompts:
         return {}
+    evaluator.make_room()
     found = probe.trees(method, prompts, preset.max_new_tokens, setup.cfg.seed)
     return found | (probe.costs(method, prompts[0]) if FLAGS.batch == 1 else {})
 

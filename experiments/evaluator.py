@@ -88,6 +88,23 @@ class TaskResult(NamedTuple):
 
 
 _warm: set[tuple[Any, ...]] = set()
+_MAPPINGS = Path("/proc/self/maps")
+_MOST_MAPPINGS = Path("/proc/sys/vm/max_map_count")
+
+
+def make_room() -> None:
+    """Drops all compiled programs where they fill half of the process's memory mappings.
+
+    XLA:CPU maps each in hundreds of pieces, and Linux grants a process 65,530: with all
+    variants in three cache sizes it would abort ("Unable to allocate section memory").
+    """
+    if not (_MAPPINGS.exists() and _MOST_MAPPINGS.exists()):
+        return  # not Linux
+    with _MAPPINGS.open("rb") as file:
+        n_mappings = sum(1 for _ in file)
+    if n_mappings > int(_MOST_MAPPINGS.read_text()) / 2:
+        jax.clear_caches()
+        _warm.clear()
 
 
 def answer(
@@ -105,6 +122,7 @@ def answer(
         max_new_tokens,
     )
     if shape not in _warm:
+        make_room()
         _decode(method, prompts, max_new_tokens, seed, max_len, warm_up=True)
         _warm.add(shape)
     return _decode(method, prompts, max_new_tokens, seed, max_len)

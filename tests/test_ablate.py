@@ -457,6 +457,74 @@ def test_a_set_that_is_broken_off_goes_on_after_its_last_batch(
     assert whole[0].answers != whole[1].answers == whole[1].baseline
 
 
+def test_a_run_that_dies_while_probing_keeps_its_answers(setup, monkeypatch, tmp_path):
+    plain = evaluator.Method({}, DecodeConfig(setup.target_cfg))
+    entries = [ablate.Entry(name, plain, None) for name in ("vanilla", "lookup")]
+    questions = {"sum": [Question(1, "", ["a"]), Question(2, "", ["b"])]}
+    n_answers, n_probes, last = 0, 0, 1
+
+    def answer(_: Any, prompts: Any, *__: Any) -> list[Turn]:
+        nonlocal n_answers
+        n_answers += 1
+        return [Turn([1, 2], [0], [1], 0.5, 0.25, 7)]
+
+    def probed(*_: Any) -> dict[str, Any]:
+        nonlocal n_probes
+        n_probes += 1
+        if n_probes > last:
+            raise KeyboardInterrupt
+        return {}
+
+    monkeypatch.setattr(evaluator, "answer", answer)
+    monkeypatch.setattr(evaluator, "_prompt", lambda *_: [1])
+    monkeypatch.setattr(ablate, "_probed", probed)
+    preset = ablate.Preset(1, 2, 8)
+    given = (setup, entries, plain, questions, preset, tmp_path)
+    with flagsaver.flagsaver():
+        flags.FLAGS(["ablate"])
+        with pytest.raises(KeyboardInterrupt):
+            ablate.measure(*given)
+        assert n_answers > 0
+        n_answers, last = 0, 1000
+        rows = ablate.measure(*given)
+        assert n_answers == 0 and len(rows) == 2
+        assert common.read_lines(tmp_path / "results.jsonl") == json.loads(
+            json.dumps(rows)
+        )
+        assert not list((tmp_path / "answers").iterdir())
+
+
+def test_programs_are_dropped_before_they_fill_the_table_of_mappings(
+    monkeypatch, tmp_path, caplog
+):
+    t = tiny.target_config()
+    d = tiny.draft_config(t)
+    method = evaluator.Method(tiny.params(3, t, d), DecodeConfig(t, d, chain(3)))
+    mappings, most = tmp_path / "maps", tmp_path / "max_map_count"
+    monkeypatch.setattr(evaluator, "_MAPPINGS", mappings)
+    monkeypatch.setattr(evaluator, "_MOST_MAPPINGS", most)
+    monkeypatch.setattr(evaluator, "_warm", set())
+    most.write_text("20\n")
+    mappings.write_text("a\n" * 10)
+    texts, compiled = [], []
+    for n_new, n_mappings in (
+        (12, 10),
+        (13, 10),
+        (12, 10),
+        (14, 11),
+        (12, 11),
+        (12, 11),
+    ):
+        mappings.write_text("a\n" * n_mappings)
+        caplog.clear()
+        with jax.log_compiles():
+            (turn,) = evaluator.answer(method, [[3, 1, 4]], n_new, 0, 256)
+        texts.append(turn.tokens)
+        compiled.append("XLA compilation of jit(loop)" in caplog.text)
+    assert compiled == [True, True, False, True, True, False]
+    assert texts[0] == texts[2] == texts[4] == texts[5] == texts[1][:12]
+
+
 def test_a_head_of_another_target_of_the_same_shape_warns(setup, capsys):
     evaluator.load_method(setup, head_folder())
     assert "WARNING" not in capsys.readouterr().out
