@@ -9,7 +9,7 @@ import pytest
 
 from configs import smollm2_135m
 from eagle_jax.config import override
-from experiments import ablate, variants
+from experiments import ablate, common, variants
 
 ROOT = drivers.ROOT
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,3 +58,30 @@ def test_commands_are_found():
     documents = {command.partition(":")[0] for command in commands()}
     assert {"README.md", "guide.md", "tpu.md", "ablate.py", "doctor.py"} <= documents
     assert len(commands()) > 40
+
+
+def test_the_readme_says_of_variants_what_the_lines_say():
+    means: dict[str, dict[str, str]] = {}
+    rows = common.read_lines(ROOT / "experiments" / "results" / "variants.jsonl")
+    greedy = [row for row in rows if row["temperature"] == 0]
+    for name in {row["variant"] for row in greedy}:
+        own = [row for row in greedy if row["variant"] == name]
+        assert len(own) == 6
+        assert all(row["n_identical"] == row["n_prompts"] for row in own)
+        means[name] = {
+            key: f"{sum(row[key] for row in own) / 6:.2f}"
+            for key in ("tau_pooled", "speedup")
+        }
+    text = (ROOT / "README.md").read_text()
+    table = re.findall(
+        r"^\| `(\w+)`(?:, (\w+))? \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| .* \|$",
+        text,
+        re.M,
+    )
+    assert len(table) == 12
+    for name, kind, tau, chain_tau, speedup, chain_speedup in table:
+        tree, chain = means.get(name, {}), means.get(f"{name}_chain", {})
+        if not kind:  # prompt lookup drafts chains alone
+            tree, chain = {}, tree
+        assert [tau, speedup] == list(tree.values() or "--")
+        assert [chain_tau, chain_speedup] == list(chain.values() or "--")
