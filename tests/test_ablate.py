@@ -505,7 +505,6 @@ def test_programs_are_dropped_before_they_fill_the_table_of_mappings(
     monkeypatch.setattr(evaluator, "_MOST_MAPPINGS", most)
     monkeypatch.setattr(evaluator, "_warm", set())
     most.write_text("20\n")
-    mappings.write_text("a\n" * 10)
     texts, compiled = [], []
     for n_new, n_mappings in (
         (12, 10),

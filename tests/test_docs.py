@@ -74,12 +74,17 @@ def test_the_readme_says_of_variants_what_the_lines_say():
         }
     text = (ROOT / "README.md").read_text()
     table = re.findall(
-        r"^\| `(\w+)`(?:, (\w+))? \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| .* \|$",
-        text,
-        re.M,
+        r"^\| `(\w+)`(?:, (\w+))?" + r" \| (\S+)" * 6 + r" \|$", text, re.M
     )
     assert len(table) == 12
-    for name, kind, tau, chain_tau, speedup, chain_speedup in table:
+    for name, kind, tau, chain_tau, speedup, chain_speedup, size, flops in table:
+        row = next(row for row in greedy if row["variant"] == name)
+        assert kind in ("", row["tree"]["kind"])
+        if row["n_trainable"]:
+            assert size == f"{row['n_trainable'] / 1e6:.1f}M"
+            assert flops == f"{row['train_flops']:.1e}".replace("e+", "e")
+        else:
+            assert (size, flops) == ("0", "0")
         tree, chain = means.get(name, {}), means.get(f"{name}_chain", {})
         if not kind:  # prompt lookup drafts chains alone
             tree, chain = {}, tree
