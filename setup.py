@@ -22,6 +22,7 @@ setup(
         "gguf>=0.10",
         "rich>=13",
         "matplotlib>=3.8",
+        "numba>=0.60",
     ],
     extras_require={
         "test": [

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle_jax import columns
 from eagle_jax.config import RopeScaling
 
 Params = dict[str, Any]
@@ -89,7 +90,13 @@ def linear(w: Matrix, x: Float[Array, "*in B T"]) -> Array:
     out, inner = w.shape[: w.ndim - n_in], math.prod(x.shape[:n_in])
     precision = "highest" if x.dtype == jnp.float32 else None
     flat = x.reshape(inner, -1)
-    product = jnp.dot(w.reshape(*out, inner), flat, precision=precision)
+    by_xla = functools.partial(jnp.dot, precision=precision)
+    if columns.suits(rows := w.reshape(-1, inner), flat):
+        product = jax.lax.platform_dependent(
+            rows, flat, cpu=columns.product, default=by_xla
+        )
+    else:
+        product = by_xla(w.reshape(*out, inner), flat)
     return product.reshape(*out, *x.shape[n_in:])
 
 
