@@ -2,10 +2,10 @@
 
 Verifying a small tree multiplies every matrix of the target with 2 to 8 columns. That needs
 no more memory traffic than one column, but XLA:CPU's product copies the matrix into another
-order first. The kernel here reads each row where it lies, once. Numba compiles it, XLA calls
-it through its foreign-function interface, and it works on XLA's own threads (another pool's
-and XLA's take the cores from each other). Elsewhere, and for more columns, `layers.linear`
-has XLA's product.
+order first. The kernel here reads each row where it lies, once. Numba compiles it; XLA
+calls it through its foreign-function interface, and it works on XLA's own threads (another
+pool's and XLA's take the cores from each other). Elsewhere, and for more columns,
+`layers.linear` has XLA's product.
 
 Every entry of the result is summed in the same order however many columns there are.
 """
@@ -25,7 +25,7 @@ MAX_COLUMNS = 8  # from 16 on XLA's product is as quick
 MIN_WEIGHTS = 1 << 16  # smaller matrices lie in the processor's own memory anyway
 LANES, UNROLLED = 8, 2  # floats in a vector, vectors of a row in one turn of the loop
 TILE_ROWS, TILE_COLUMNS = 2, 4  # eight sums of vectors, as many as hide the latency
-ROWS_AHEAD = 2  # rows fetched while the ones before are multiplied
+ROWS_AHEAD = 4  # rows fetched while the ones before are multiplied
 TASKS_PER_THREAD = 4  # a thread that wakes late leaves its share to the others
 # Offsets below are those of this version of XLA's interface; another gets XLA's product.
 TESTED_INTERFACE = (0, 3)
@@ -89,9 +89,8 @@ def register() -> bool:
     return True
 
 
-_KEPT: list[
-    Any
-] = []  # machine code that XLA calls; it would be freed with its function
+# Machine code that XLA calls; it would be freed with its function.
+_KEPT: list[Any] = []
 
 
 def _compile(functions: list[str]) -> tuple[Any, Any]:
