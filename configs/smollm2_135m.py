@@ -23,6 +23,7 @@ def get_config() -> Config:
             norm_eps=1e-5,
             rope_theta=10000.0,
         ),
-        tree=TreeConfig(width=6, depth=4, n_nodes=16),
+        # What `experiments.tune` chose on two CPU cores; accelerators want larger trees.
+        tree=TreeConfig(width=4, depth=2, n_nodes=4),
         train=TrainConfig(row_length=768, rows=1, optimiser="muon", learning_rate=5e-3),
     )

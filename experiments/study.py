@@ -32,13 +32,18 @@ def settings(**fields: object) -> list[str]:
     return [f"--set={k.replace('__', '.')}={v}" for k, v in fields.items()]
 
 
+# Larger than what pays on a CPU: studies compare tau.
+TREE = settings(tree__width=6, tree__depth=4, tree__n_nodes=16)
+
+
 def of_variants(fixed: bool) -> list[list[str]]:
     """All variants on the same tokens, and with the nodes of EAGLE-1's static tree.
 
     Parts of a method (chains, trees without a part, training data) at temperature 0 only.
     """
     given = settings(train__features="stored", train__supervised_tokens=100_000)
-    given += settings(tree__width=7, tree__n_nodes=26)  # 7: 26 nodes to expand
+    # Seven wide: 26 nodes are expanded, as many as are verified.
+    given += settings(tree__width=7, tree__depth=4, tree__n_nodes=26)
     given += ["--prompts_per_set=10", "--max_new_tokens=128", "--probe=1"]
     more = "eagle1_no_noise" + ",eagle1_fixed" * fixed
     named = ",".join(name for name in variants.BASES if name != "vanilla_twice")
@@ -52,7 +57,7 @@ def of_sweeps() -> list[list[str]]:
     """Unrolled steps, taps, norms, losses, data and depth of the chain, one at a time."""
     # Tau does not depend on the batch, and 64 tokens in one pass are cheaper than four
     # times 16 (results/bench.jsonl); for chains speed counts as well.
-    base = ["--prompts_per_set=8", "--max_new_tokens=64", "--batch=4"]
+    base = ["--prompts_per_set=8", "--max_new_tokens=64", "--batch=4", *TREE]
     alone = ["--prompts_per_set=5", "--max_new_tokens=64"]
     stored = settings(train__features="stored")
     small = [*base, *stored, *settings(train__supervised_tokens=20_000)]
@@ -90,7 +95,7 @@ def of_sweeps() -> list[list[str]]:
 def of_heads() -> list[list[str]]:
     """The heads that come with the project, trained for longer."""
     given = ["--preset=full", "--prompts_per_set=20"]
-    given += settings(train__features="stored", train__rows=2)
+    given += [*settings(train__features="stored", train__rows=2), *TREE]
     return [[f"--variant={variant}", *given] for variant in ("eagle3", "eagle2")]
 
 

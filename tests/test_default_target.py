@@ -1,12 +1,16 @@
 """The default target against transformers loading the same GGUF by its own loader."""
 
+import drivers
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle_jax import cache, decode, target, weights
+from eagle_jax import cache, columns, decode, draft, heads, target, weights
 from eagle_jax import text as text_lib
-from eagle_jax.config import DecodeConfig
+from eagle_jax.config import DecodeConfig, TreeConfig
+
+SHIPPED = drivers.ROOT / "experiments" / "heads" / "eagle3"
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -36,6 +40,22 @@ def test_default_target_answers_in_english(loaded):
         {"target": params}, [prompt_ids(text, "What is 2 + 2?")], DecodeConfig(cfg), 24
     )
     assert "4" in text_lib.decode(text, out[0])
+
+
+def test_the_cpu_kernel_changes_no_answer(loaded, monkeypatch):
+    """Trees of four nodes run through `columns`, plain decoding through XLA alone."""
+    cfg, params, text = loaded
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # conftest makes eight
+    assert columns.suits(jnp.ones((1536, 576)), jnp.ones((576, 4)))
+    head = heads.load_head(SHIPPED, cfg)
+    assert head.taps == cfg.taps
+    tree = TreeConfig(width=4, depth=2, n_nodes=4)
+    both = {"target": params, "draft": draft.tie(head.params, params, head.cfg)}
+    prompts = [prompt_ids(text, said) for said in PROMPTS]
+    for prompt in prompts:
+        plain = decode.generate({"target": params}, [prompt], DecodeConfig(cfg), 64)
+        drafted = decode.generate(both, [prompt], DecodeConfig(cfg, head.cfg, tree), 64)
+        assert drafted == plain
 
 
 @pytest.fixture(scope="module")

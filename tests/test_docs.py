@@ -5,6 +5,7 @@ import re
 import shlex
 
 import drivers
+import numpy as np
 import pytest
 
 from configs import smollm2_135m
@@ -90,3 +91,40 @@ def test_the_readme_says_of_variants_what_the_lines_say():
             tree, chain = {}, tree
         assert [tau, speedup] == list(tree.values() or "--")
         assert [chain_tau, chain_speedup] == list(chain.values() or "--")
+
+
+def test_the_readme_says_of_the_shipped_head_what_the_lines_say():
+    rows = common.read_lines(ROOT / "experiments" / "results" / "shipped_eagle3.jsonl")
+    small, large = (
+        {row["task"]: row for row in rows if row["tree"]["n_nodes"] == n}
+        for n in (4, 16)
+    )
+    tree = smollm2_135m.get_config().tree
+    shape = {"width": tree.width, "depth": tree.depth, "n_nodes": tree.n_nodes}
+    assert all(row["tree"].items() >= shape.items() for row in small.values())
+    text = (ROOT / "README.md").read_text()
+    table = re.findall(
+        r"^\| (\w+)" + r" \| ([\d.]+)" * 3 + r" \| (\d+) of (\d+) \| (\S+) \|$",
+        text,
+        re.M,
+    )
+    assert [name for name, *_ in table] == [*small, "mean"]
+    for name, *said, same, of, tau in table:
+        own = [row for task, row in small.items() if name in (task, "mean")]
+        other = [row for task, row in large.items() if name in (task, "mean")]
+        keys = ("tau_pooled", "speedup", "speedup_with_prefill")
+        assert said == [f"{np.mean([row[key] for row in own]):.2f}" for key in keys]
+        assert tau == f"{np.mean([row['tau_pooled'] for row in other]):.2f}"
+        assert int(same) == sum(row["n_identical"] for row in own)
+        assert int(of) == sum(row["n_prompts"] for row in own)
+
+
+def test_the_guide_says_of_passes_what_the_bench_says():
+    (line,) = common.read_lines(ROOT / "experiments" / "results" / "bench.jsonl")
+    took = {part["part"]: 1e3 * part["seconds"] for part in line["parts"]}
+    text = (ROOT / "docs" / "guide.md").read_text()
+    cells = lambda row: [cell.strip() for cell in row.split("|")]  # noqa: E731
+    sizes = cells(re.search(r"^\| tokens \|(.*)\|$", text, re.M)[1])
+    for slots, row in re.findall(r"^\| ms, (\d+) slots \|(.*)\|$", text, re.M):
+        names = [f"target forward, {n} nodes, {slots} slots" for n in sizes]
+        assert cells(row) == [f"{took[name]:.1f}" for name in names]
