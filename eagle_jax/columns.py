@@ -22,7 +22,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 MAX_COLUMNS = 8  # from 16 on XLA's product is as quick
-MIN_WEIGHTS = 1 << 16  # smaller matrices lie in the processor's own memory anyway
+MIN_WEIGHTS = (
+    1 << 16
+)  # smaller matrices lie in caches; one more thread for each as many
 LANES, UNROLLED = 8, 2  # floats in a vector, vectors of a row in one turn of the loop
 TILE_ROWS, TILE_COLUMNS = 2, 4  # eight sums of vectors, as many as hide the latency
 ROWS_AHEAD = 4  # rows fetched while the ones before are multiplied
@@ -56,7 +58,8 @@ def product(w: Float[Array, "F D"], x: Float[Array, "D M"]) -> Float[Array, "F M
     padding = -M % TILE_COLUMNS
     rows = jnp.pad(x.T, ((0, padding), (0, 0)))
     out = jax.ShapeDtypeStruct((F, M + padding), w.dtype)
-    return jax.ffi.ffi_call("eagle_columns", out)(w, rows)[:, :M]
+    call = jax.ffi.ffi_call("eagle_columns", out, vmap_method="sequential")
+    return call(w, rows)[:, :M]
 
 
 @product.defjvp
@@ -262,15 +265,16 @@ def _compile(functions: list[str]) -> tuple[Any, Any]:
         store(asked + 24, job)  # where the number goes
         store(job, 1)
         call(load(interface + at_count), asked)
-        n_threads = load(job)
+        F, D = load(load(w + 40)), load(load(w + 40) + 8)
+        n_threads = min(load(job), 1 + F * D // MIN_WEIGHTS)
         store(job, 0)
         store(job + 8, 0)
         store(job + 16, n_threads)
         store(job + 24, load(w + 24))
         store(job + 32, load(x + 24))
         store(job + 40, load(out + 24))
-        store(job + 48, load(load(w + 40)))
-        store(job + 56, load(load(w + 40) + 8))
+        store(job + 48, F)
+        store(job + 56, D)
         store(job + 64, load(load(x + 40)))
         n_tasks = n_threads * TASKS_PER_THREAD
         store(job + 72, n_tasks)

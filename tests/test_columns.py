@@ -53,6 +53,14 @@ def test_derivatives_are_those_of_a_product(one_device):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-3)
 
 
+def test_batched_columns_are_one_product_each(one_device):
+    w, x = map(jnp.asarray, pair(64, 48, 6))
+    parts = x.reshape(48, 2, 3).transpose(1, 0, 2)
+    got = jax.vmap(columns.product, (None, 0))(w, parts)
+    expected = jnp.stack([columns.product(w, part) for part in parts])
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_many_threads_at_once(one_device):
     pairs = [pair(1024, 512, 4, seed) for seed in range(8)]
     program = jax.jit(columns.product)
