@@ -14,6 +14,7 @@ import ctypes
 import functools
 import inspect
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ TESTED_INTERFACE = (0, 3)
 def suits(w: Float[Array, "F D"], x: Float[Array, "D M"]) -> bool:
     """Says whether `product` may be called: shapes, types, one CPU device, numba here.
 
-    Under a mesh XLA would gather the matrix: it cannot divide what it does not know.
+    XLA cannot divide what it does not know: on several devices it would gather the matrix.
     """
     F, D = w.shape
     return (
@@ -47,6 +48,7 @@ def suits(w: Float[Array, "F D"], x: Float[Array, "D M"]) -> bool:
         and F * D >= MIN_WEIGHTS
         and jax.default_backend() == "cpu"
         and jax.device_count() == 1
+        and jax.sharding.get_abstract_mesh().empty
         and register()
     )
 
@@ -71,9 +73,14 @@ def _derivative(
     return product(w, x), times(dw, x) + times(w, dx)
 
 
-@functools.cache
 def register() -> bool:
     """Compiles the kernel and makes it known to XLA, once; False where that cannot be."""
+    with _LOCK:
+        return _register()
+
+
+@functools.cache
+def _register() -> bool:
     header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
     version = tuple(
         int(number)
@@ -92,6 +99,7 @@ def register() -> bool:
     return True
 
 
+_LOCK = threading.Lock()  # programs may be traced by several threads
 # Machine code that XLA calls; it would be freed with its function.
 _KEPT: list[Any] = []
 

@@ -36,7 +36,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string(
     "config", "configs/smollm2_135m.py", "Config file with get_config()."
 )
-flags.DEFINE_multi_string("set", [], "field=value, such as tree.depth=6; repeatable.")
+flags.DEFINE_multi_string("set", [], "field=value, such as tree.n_nodes=8; repeatable.")
 flags.DEFINE_string("out", "out", "Folder for heads, checkpoints and results.")
 flags.DEFINE_bool(
     "keep_target",

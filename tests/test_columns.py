@@ -1,8 +1,10 @@
 """The CPU kernel for a few columns, against NumPy in float64."""
 
 import concurrent.futures
+import subprocess
 import sys
 
+import drivers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,22 @@ def test_several_devices_do_not_suit():
     assert not columns.suits(jnp.ones((320, 576)), jnp.ones((576, 4)))
 
 
+def test_a_mesh_in_view_does_not_suit(one_device):
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])):
+        assert not columns.suits(jnp.ones((320, 576)), jnp.ones((576, 4)))
+
+
+def test_threads_may_ask_for_it_at_once():
+    pytest.importorskip("numba")
+    asked = "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+    asked += "from eagle_jax import columns\n"
+    asked += "print(*Pool(4).map(lambda _: columns.register(), range(4)))"
+    said = subprocess.run(
+        [sys.executable, "-c", asked], cwd=drivers.ROOT, capture_output=True, text=True
+    )
+    assert said.stdout.split() == ["True"] * 4, said.stderr
+
+
 def test_without_numba_or_with_another_xla_it_is_not_used(monkeypatch):
     for name, value in (("TESTED_INTERFACE", (0, 999)), (None, None)):
         with monkeypatch.context() as patch:
@@ -115,4 +133,4 @@ def test_without_numba_or_with_another_xla_it_is_not_used(monkeypatch):
                 patch.setattr(columns, name, value)
             else:
                 patch.setitem(sys.modules, "numba", None)
-            assert not columns.register.__wrapped__()
+            assert not columns._register.__wrapped__()
