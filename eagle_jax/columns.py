@@ -1,4 +1,4 @@
-"""A matrix times a few columns at the speed of one, on CPUs.
+"""A matrix times a few columns for little more than the time of one, on CPUs.
 
 Verifying a small tree multiplies every matrix of the target with 2 to 8 columns. That needs
 no more memory traffic than one column, but XLA:CPU's product copies the matrix into another
