@@ -123,21 +123,22 @@ def _markdown_table(table: Table) -> str:
 
 STYLE = """
 body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #1c1c1c;
-       margin: 0 auto; padding: 1.5rem; max-width: 1320px; background: #fff; }
+       margin: 0 auto; padding: 1.5rem; max-width: 1500px; background: #fff; }
 h1 { font-size: 1.7rem; } h2 { margin-top: 3rem; border-bottom: 2px solid #ccc; }
 h3 { margin-top: 2.2rem; }
 nav { columns: 2; font-size: 0.9rem; margin: 1rem 0 2rem; }
 nav a { display: block; } nav .sub { padding-left: 1.2rem; }
 a { color: #0b57a4; text-decoration: none; }
 .wide { overflow-x: auto; margin: 0.4rem 0; }
-table { border-collapse: collapse; font-size: 0.84rem;
+table { border-collapse: collapse; font-size: 0.82rem;
         font-variant-numeric: tabular-nums; }
-th, td { padding: 0.22rem 0.5rem; text-align: right; vertical-align: top;
+th, td { padding: 0.22rem 0.45rem; text-align: right; vertical-align: top;
          border-bottom: 1px solid #e4e4e4; white-space: nowrap; }
 thead th { border-bottom: 2px solid #777; vertical-align: bottom;
            white-space: normal; max-width: 6.5rem; }
 td.key, th.key { text-align: left; }
-td small { color: #666; display: block; font-size: 0.92em; }
+td:last-child { white-space: normal; }
+td small { color: #666; display: block; font-size: 0.92em; white-space: nowrap; }
 td.none { color: #9a9a9a; text-align: center; font-style: italic; }
 tr.ours td, td.ours { background: #eaf3fb; }
 .title { font-weight: 600; margin: 1.6rem 0 0.2rem; }
