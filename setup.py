@@ -27,6 +27,7 @@ setup(
     extras_require={
         "test": [
             "pytest>=8",
+            "pytest-xdist>=3.6",
             "beartype>=0.19",
             "hypothesis>=6",
             "ruff>=0.12",

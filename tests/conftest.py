@@ -1,5 +1,9 @@
 """Strict settings for every test, before any array exists."""
 
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that tests start, too
+
 import jax
 import pytest
 
