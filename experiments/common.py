@@ -414,6 +414,13 @@ class Progress:
         self.name, self.total, self.every = name, total, every
         self.first = self.started = self.printed = 0.0
 
+    def start(self, note: str) -> None:
+        """Says what goes on before the first report, which may take minutes to come."""
+        now = time.monotonic()
+        if not self.started and now - self.printed >= self.every:
+            self.printed = now
+            print(f"{self.name} {note}", flush=True)
+
     def show(self, done: int, note: str = "") -> None:
         """Reports `done` of `total`; prints if it is time, or the end."""
         now = time.monotonic()

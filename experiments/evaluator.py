@@ -222,7 +222,10 @@ def run_task(
                 for answers in kept[number]["answers"]
             ]
         else:
-            new = [ask(method, group) for method in everyone]
+            new = []
+            for i, method in enumerate(everyone, 1):
+                new.append(ask(method, group))
+                progress.start(f"{task}: {i} of {len(everyone)} methods compiled")
             said = [[[turn._asdict() for turn in one] for one in a] for a in new]
             common.append_line(answered, {"answers": said})
         for answers, more in zip(all_answers, new, strict=True):

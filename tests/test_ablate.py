@@ -658,13 +658,21 @@ def test_speedup_is_the_ratio_of_mean_speeds_with_and_without_prefill():
 
 
 def test_progress_leaves_compilation_out_of_its_estimate(capsys, monkeypatch):
-    now = iter([100.0, 101.0, 104.0])
+    now = iter([80.0, 89.0, 90.0, 100.0, 110.0, 140.0, 150.0])
     monkeypatch.setattr(common.time, "monotonic", lambda: next(now))
-    progress = common.Progress("train", 5, every=0.0)
+    progress = common.Progress("train", 5, every=10.0)
+    for n in (1, 2, 3):
+        progress.start(f"{n} compiled")
     for done in (1, 2, 5):
         progress.show(done, "x")
+    progress.start("4 compiled")
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["train 1/5  x", "train 2/5  x  ETA 0:03", "train 5/5  x  ETA 0:00"]
+    assert lines[:2] == ["train 1 compiled", "train 3 compiled"]
+    assert lines[2:] == [
+        "train 1/5  x",
+        "train 2/5  x  ETA 0:30",
+        "train 5/5  x  ETA 0:00",
+    ]
 
 
 def test_the_commit_is_that_of_the_checkout():
