@@ -90,9 +90,12 @@ def _register() -> bool:
     if version != TESTED_INTERFACE:
         return False
     try:
-        compiled = _compile(re.findall(r"_API_STRUCT_FIELD\((\w+)\);", header))
+        from numba.core import config
     except ImportError:
         return False
+    if getattr(config, "DISABLE_JIT", False):  # by $NUMBA_DISABLE_JIT
+        return False
+    compiled = _compile(re.findall(r"_API_STRUCT_FIELD\((\w+)\);", header))
     _KEPT.extend(compiled)
     kernel = jax.ffi.pycapsule(ctypes.c_void_p(compiled[1].address))
     jax.ffi.register_ffi_target("eagle_columns", kernel, "cpu")

@@ -126,7 +126,7 @@ def test_threads_may_ask_for_it_at_once():
     assert said.stdout.split() == ["True"] * 4, said.stderr
 
 
-def test_without_numba_or_with_another_xla_it_is_not_used(monkeypatch):
+def test_without_numba_or_its_compiler_or_with_another_xla_it_is_not_used(monkeypatch):
     for name, value in (("TESTED_INTERFACE", (0, 999)), (None, None)):
         with monkeypatch.context() as patch:
             if name:
@@ -134,3 +134,6 @@ def test_without_numba_or_with_another_xla_it_is_not_used(monkeypatch):
             else:
                 patch.setitem(sys.modules, "numba", None)
             assert not columns._register.__wrapped__()
+    config = pytest.importorskip("numba.core.config")
+    monkeypatch.setattr(config, "DISABLE_JIT", 1)
+    assert not columns._register.__wrapped__()
