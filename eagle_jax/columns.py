@@ -91,11 +91,12 @@ def _register() -> bool:
         return False
     try:
         from numba.core import config
+
+        if getattr(config, "DISABLE_JIT", False):  # by $NUMBA_DISABLE_JIT
+            return False
+        compiled = _compile(re.findall(r"_API_STRUCT_FIELD\((\w+)\);", header))
     except ImportError:
         return False
-    if getattr(config, "DISABLE_JIT", False):  # by $NUMBA_DISABLE_JIT
-        return False
-    compiled = _compile(re.findall(r"_API_STRUCT_FIELD\((\w+)\);", header))
     _KEPT.extend(compiled)
     kernel = jax.ffi.pycapsule(ctypes.c_void_p(compiled[1].address))
     jax.ffi.register_ffi_target("eagle_columns", kernel, "cpu")
