@@ -1,6 +1,7 @@
 """Commands that the documents show name modules, flags, settings and files that exist."""
 
 import ast
+import collections
 import re
 import shlex
 
@@ -62,35 +63,39 @@ def test_commands_are_found():
 
 
 def test_the_readme_says_of_variants_what_the_lines_say():
-    means: dict[str, dict[str, str]] = {}
     rows = common.read_lines(ROOT / "experiments" / "results" / "variants.jsonl")
-    greedy = [row for row in rows if row["temperature"] == 0]
-    for name in {row["variant"] for row in greedy}:
-        own = [row for row in greedy if row["variant"] == name]
-        assert len(own) == 6
-        assert all(row["n_identical"] == row["n_prompts"] for row in own)
-        means[name] = {
-            key: f"{sum(row[key] for row in own) / 6:.2f}"
+    found = collections.defaultdict(list)
+    for row in rows:
+        found[row["variant"], row["temperature"]].append(row)
+    means: dict[tuple[str, float], list[str]] = {}
+    for (name, temperature), own in found.items():
+        assert len({row["task"] for row in own}) == len(own) == 6
+        if temperature == 0:
+            assert all(row["n_identical"] == row["n_prompts"] for row in own)
+        means[name, temperature] = [
+            f"{sum(row[key] for row in own) / 6:.2f}"
             for key in ("tau_pooled", "speedup")
-        }
+        ]
     text = (ROOT / "README.md").read_text()
     table = re.findall(
-        r"^\| `(\w+)`(?:, (\w+))?" + r" \| (\S+)" * 6 + r" \|$", text, re.M
+        r"^\| `(\w+)`(?:, (\w+))?" + r" \| (\S+)" * 10 + r" \|$", text, re.M
     )
     assert len(table) == 12
-    for name, kind, tau, chain_tau, speedup, chain_speedup, size, flops in table:
-        row = next(row for row in greedy if row["variant"] == name)
+    for name, kind, *said, size, flops in table:
+        row = found[name, 0][0]
         assert kind in ("", row["tree"]["kind"])
         if row["n_trainable"]:
             assert size == f"{row['n_trainable'] / 1e6:.1f}M"
             assert flops == f"{row['train_flops']:.1e}".replace("e+", "e")
         else:
             assert (size, flops) == ("0", "0")
-        tree, chain = means.get(name, {}), means.get(f"{name}_chain", {})
-        if not kind:  # prompt lookup drafts chains alone
-            tree, chain = {}, tree
-        assert [tau, speedup] == list(tree.values() or "--")
-        assert [chain_tau, chain_speedup] == list(chain.values() or "--")
+        for temperature in (0, 1):
+            tree = means.get((name, temperature), "--")
+            chain = means.get((f"{name}_chain", temperature), "--")
+            if not kind:  # prompt lookup drafts chains alone
+                tree, chain = "--", tree
+            cells = said[4 * temperature : 4 * temperature + 4]
+            assert cells == [tree[0], chain[0], tree[1], chain[1]]
 
 
 def test_the_readme_says_of_the_shipped_head_what_the_lines_say():
