@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from eagle_jax import sharding
 from eagle_jax.config import SamplingConfig
 from eagle_jax.tree import Tree, ancestors, path_of
 
@@ -53,58 +52,61 @@ def distribution(
     Tokens tied with the last one kept are kept as well, so the law does not depend on how
     a sort breaks ties.
     """
+    # Sums along a last axis are several times quicker on CPUs than along a first one.
+    logits = logits.astype(jnp.float32).transpose(1, 2, 0)
     # The largest logit is taken off before the division: a tiny temperature then gives the
     # argmax instead of infinities.
-    logits = (logits - logits.max(axis=0, keepdims=True)) / max(cfg.temperature, 1e-6)
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    logits = logits / max(cfg.temperature, 1e-6)
     filters = [_top_k, _top_p, _min_p]
     if cfg.top_p_first:
         filters = [_top_p, _top_k, _min_p]
     for keep in filters:
         logits = keep(logits, cfg)
-    return jax.nn.softmax(logits, axis=0)
+    return jax.nn.softmax(logits, axis=-1).transpose(2, 0, 1)
 
 
-def _top_k(logits: Float[Array, "V B N"], cfg: SamplingConfig) -> Float[Array, "V B N"]:
-    if cfg.top_k == 0 or cfg.top_k >= logits.shape[0]:
+def _top_k(logits: Float[Array, "B N V"], cfg: SamplingConfig) -> Float[Array, "B N V"]:
+    if cfg.top_k == 0 or cfg.top_k >= logits.shape[-1]:
         return logits
-    smallest = sharding.largest(logits, cfg.top_k)[0][..., -1]
-    return jnp.where(logits >= smallest[None], logits, -jnp.inf)
+    return _likeliest(logits, jnp.ones_like(logits), cfg.top_k)
 
 
-def _top_p(logits: Float[Array, "V B N"], cfg: SamplingConfig) -> Float[Array, "V B N"]:
-    """Keeps the smallest set of likeliest tokens whose mass reaches top_p.
-
-    Mostly it lies among the `_FEW` likeliest; where all nodes' do, nothing is sorted.
-    """
+def _top_p(logits: Float[Array, "B N V"], cfg: SamplingConfig) -> Float[Array, "B N V"]:
+    """Keeps the smallest set of likeliest tokens whose mass reaches top_p."""
     if cfg.top_p in (0, 1):
         return logits
-    p = jax.nn.softmax(logits, axis=0)
-
-    def smallest_kept(ordered: Float[Array, "B N X"]) -> Float[Array, "B N"]:
-        before = jnp.cumsum(ordered, axis=-1) - ordered
-        return jnp.where(before < cfg.top_p, ordered, 2.0).min(axis=-1)
-
-    by_node = p.transpose(1, 2, 0)
-    few, _ = sharding.largest(p, min(_FEW, p.shape[0]))
-    found = few.sum(axis=-1) > cfg.top_p + 1e-4  # well clear of rounding
-    smallest = smallest_kept(few)
-
-    def from_all() -> Float[Array, "B N"]:
-        # Nodes that have their answer keep it: it must not depend on other rows.
-        return jnp.where(found, smallest, smallest_kept(-jnp.sort(-by_node, axis=-1)))
-
-    smallest = jax.lax.cond(found.all(), lambda: smallest, from_all)
-    return jnp.where(p >= smallest[None], logits, -jnp.inf)
+    return _likeliest(logits, jax.nn.softmax(logits, axis=-1), cfg.top_p)
 
 
-_FEW = 256
+def _likeliest(
+    logits: Float[Array, "B N V"], weight: Float[Array, "B N V"], enough: float | int
+) -> Float[Array, "B N V"]:
+    """Keeps every token but those below others that weigh `enough` together.
+
+    The distance of the last token kept is found bit by bit: 31 sums over the vocabulary
+    are many times quicker than sorting it, and a mesh that cuts it exchanges sums alone.
+
+    Args:
+      logits: 0 is the largest of each node.
+    """
+    # As integers, floating-point numbers of one sign are ordered as they are.
+    far = jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
+
+    def refine(i: Array, last: Int[Array, "B N"]) -> Int[Array, "B N"]:
+        farther = last | (1 << (30 - i))
+        nearer = jnp.where(far < farther[..., None], weight, 0).sum(axis=-1)
+        return jnp.where(nearer < enough, farther, last)
+
+    last = jax.lax.fori_loop(0, 31, refine, jnp.zeros(far.shape[:2], jnp.int32))
+    return jnp.where(far <= last[..., None], logits, -jnp.inf)
 
 
-def _min_p(logits: Float[Array, "V B N"], cfg: SamplingConfig) -> Float[Array, "V B N"]:
+def _min_p(logits: Float[Array, "B N V"], cfg: SamplingConfig) -> Float[Array, "B N V"]:
     """Keeps tokens at least `min_p` times as likely as the likeliest."""
     if cfg.min_p == 0:
         return logits
-    least = logits.max(axis=0, keepdims=True) + math.log(cfg.min_p)
+    least = logits.max(axis=-1, keepdims=True) + math.log(cfg.min_p)
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
@@ -120,27 +122,28 @@ def _inverse_cdf(p: Float[Array, "V B N"], u: Float[Array, "B N"]) -> Int[Array,
     """
     V = p.shape[0]
     block = min(_BLOCK, V)
-    p = jnp.pad(p, ((0, -V % block), (0, 0), (0, 0))).reshape(-1, block, *p.shape[1:])
-    mass = jnp.cumsum(p.sum(axis=1), axis=0)
-    goal = (u * mass[-1])[None]
+    p = jnp.pad(p.transpose(1, 2, 0), ((0, 0), (0, 0), (0, -V % block)))
+    p = p.reshape(*p.shape[:2], -1, block)
+    mass = jnp.cumsum(p.sum(axis=-1), axis=-1)
+    goal = u[..., None] * mass[..., -1:]
     # Rounding may leave the goal at the very end of a sum: fall back on the last token
     # that has any mass.
-    chosen = jnp.minimum(jnp.sum(mass <= goal, axis=0), _last_positive(p.sum(axis=1)))
-    inside = jnp.take_along_axis(p, chosen[None, None], axis=0)[0]
-    before = jnp.take_along_axis(mass, chosen[None], axis=0) - inside.sum(axis=0)[None]
-    within = jnp.sum(before + jnp.cumsum(inside, axis=0) <= goal, axis=0)
+    chosen = jnp.minimum(jnp.sum(mass <= goal, axis=-1), _last_positive(p.sum(axis=-1)))
+    inside = jnp.take_along_axis(p, chosen[..., None, None], axis=2)[:, :, 0]
+    before = jnp.take_along_axis(mass, chosen[..., None], axis=-1)
+    before -= inside.sum(axis=-1, keepdims=True)
+    within = jnp.sum(before + jnp.cumsum(inside, axis=-1) <= goal, axis=-1)
     within = jnp.minimum(within, _last_positive(inside))
     # A cumulative sum can pass the goal at a token of no mass only through rounding of
     # `before`; the next token with mass is then the right one.
-    index = jnp.arange(block)[:, None, None]
-    usable = jnp.where((inside > 0) & (index >= within[None]), index, block)
-    token = jnp.where(mass[-1] > 0, chosen * block + usable.min(axis=0), V)
+    index = jnp.arange(block)[None, None]
+    usable = jnp.where((inside > 0) & (index >= within[..., None]), index, block)
+    token = jnp.where(mass[..., -1] > 0, chosen * block + usable.min(axis=-1), V)
     return token.astype(jnp.int32)
 
 
-def _last_positive(p: Float[Array, "X B N"]) -> Int[Array, "B N"]:
-    index = jnp.arange(p.shape[0])[:, None, None]
-    return jnp.where(p > 0, index, 0).max(axis=0)
+def _last_positive(p: Float[Array, "B N X"]) -> Int[Array, "B N"]:
+    return jnp.where(p > 0, jnp.arange(p.shape[-1])[None, None], 0).max(axis=-1)
 
 
 def walk(tree: Tree, sampled: Int[Array, "B N"], depth: int) -> Verdict:
