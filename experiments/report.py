@@ -776,8 +776,9 @@ def _paper_start(groups: list[Group]) -> Section:
         "Every table of EAGLE-1, EAGLE-2 and EAGLE-3, and the figures whose numbers are "
         "known. Ours stand in the shaded rows or columns, named by the letter of their "
         "settings, each at the temperature and batch of the paper's row. The papers' "
-        "targets have 7 to 70 billion parameters and ran on GPUs, their heads saw "
-        "billions of tokens: compare orders and shapes, not levels.",
+        "targets have 7 to 70 billion parameters and ran on GPUs, their heads were trained "
+        "on 68,000 (EAGLE-1, EAGLE-2) and about 532,000 conversations (EAGLE-3): compare "
+        "orders and shapes, not levels.",
         "Our cells: T is the temperature; tau is tau_pooled; speedup counts the prefill, "
         "as the papers do; alpha is that of eagle1_chain; Mean is over the sets of the "
         "paper's table. EAGLE is our eagle1 on its static tree, SpS our "

@@ -32,11 +32,11 @@ def settings(**fields: object) -> list[str]:
     return [f"--set={k.replace('__', '.')}={v}" for k, v in fields.items()]
 
 
-def larger() -> list[str]:
+def larger(width: int, depth: int, n_nodes: int) -> list[str]:
     """A tree for studies of tau, where the default config's is what pays on a CPU."""
     if FLAGS["config"].present:
         return []
-    return settings(tree__width=6, tree__depth=4, tree__n_nodes=16)
+    return settings(tree__width=width, tree__depth=depth, tree__n_nodes=n_nodes)
 
 
 def of_variants(fixed: bool) -> list[list[str]]:
@@ -63,7 +63,8 @@ def of_sweeps() -> list[list[str]]:
     """Unrolled steps, taps, norms, losses, data and depth of the chain, one at a time."""
     # Tau does not depend on the batch, and 64 tokens in one pass are cheaper than four
     # times 16 (results/bench.jsonl); for chains speed counts as well.
-    base = ["--prompts_per_set=8", "--max_new_tokens=64", "--batch=4", *larger()]
+    base = ["--prompts_per_set=8", "--max_new_tokens=64", "--batch=4"]
+    base += larger(6, 4, 16)
     alone = ["--prompts_per_set=5", "--max_new_tokens=64"]
     stored = settings(train__features="stored")
     small = [*base, *stored, *settings(train__supervised_tokens=20_000)]
@@ -101,7 +102,8 @@ def of_sweeps() -> list[list[str]]:
 def of_heads() -> list[list[str]]:
     """The heads that come with the project, trained for longer."""
     given = ["--preset=full", "--prompts_per_set=20"]
-    given += [*settings(train__features="stored", train__rows=2), *larger()]
+    given += settings(train__features="stored", train__rows=2)
+    given += larger(10, 8, 60)  # EAGLE-3's for 8B: this tau is the papers'
     return [[f"--variant={variant}", *given] for variant in ("eagle3", "eagle2")]
 
 
