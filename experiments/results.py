@@ -563,6 +563,20 @@ def gaps(
     return found | {"mean": mean(list(found.values()))}
 
 
+def apart(given: Group) -> list[str]:
+    """Labels of entries measured beside other plain decoding than most were."""
+    labels: dict[str, None] = {}
+    for task in given.sets:
+        plain = {
+            e.label: e.rows[task].get("baseline_tokens_per_second")
+            for e in given.entries
+            if task in e.rows
+        }
+        (usual, _), *_ = collections.Counter(plain.values()).most_common(1)
+        labels |= dict.fromkeys(label for label in plain if plain[label] != usual)
+    return list(labels)
+
+
 def is_chain(tree: dict[str, Any]) -> bool:
     """TreeConfig.is_chain of a result line's tree."""
     return tree.get("width") == 1 and tree.get("n_nodes", 1) > 1

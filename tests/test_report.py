@@ -286,6 +286,24 @@ def test_a_set_that_one_variant_lacks_is_not_measured_and_neither_is_the_mean():
     assert found.gaps["sum"] is found.gaps["mean"] is None
 
 
+def test_speedups_of_other_runs_are_named():
+    """A ratio to plain decoding at another time may differ for the machine's sake."""
+    plain = {"eagle2": 40.0, "no_feature_loss": 40.0, "eagle3": 33.0}
+    rows = [
+        bare(variant, task, baseline_tokens_per_second=speed)
+        for variant, speed in plain.items()
+        for task in ("qa", "sum")
+    ]
+    (group,) = groups(rows)
+    assert results.apart(group) == ["eagle3"]
+    assert results.apart(groups(rows[:4])[0]) == []
+    (note,) = report._runs(group)
+    assert "than most: eagle3, each" in note
+    rows = [row | {"baseline_tokens_per_second": i} for i, row in enumerate(rows)]
+    (note,) = report._runs(groups(rows)[0])
+    assert note.startswith("Measured in several runs, each")
+
+
 def test_a_claim_of_several_steps_is_as_sure_as_its_least_sure_one():
     up, down = Estimate(0.2, 0.1, 0.3), Estimate(-0.2, -0.3, -0.1)
     maybe, hardly = Estimate(0.1, -0.1, 0.3), Estimate(-0.1, -0.3, 0.1)
