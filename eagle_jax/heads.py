@@ -167,12 +167,25 @@ def load_head(
     return Head(cfg, params, taps, notes, meta, layout, listing, config)
 
 
-def is_official(cfg: DraftConfig, target: TargetConfig) -> bool:
-    """Tells whether a published layout can express this kind of head."""
-    if cfg.head == "eagle3":
-        return cfg.feature == "taps"
+def dialect_of(cfg: DraftConfig, target: TargetConfig) -> Dialect:
+    """Names the layout to store a head with the target's taps in, known before training.
+
+    The official one if its reader would compute this very head, else SGLang's, else our
+    own: other taps, norms or rotary scaling may fit none that is published.
+    """
     is_whole = cfg.vocab_size == target.vocab_size
-    return cfg.head == "eagle1" and cfg.inputs == "both" and is_whole
+    if cfg.head == "eagle3":
+        is_published = cfg.feature == "taps"
+    else:
+        is_published = cfg.head == "eagle1" and cfg.inputs == "both" and is_whole
+    for dialect in ("official", "sglang") if is_published else ():
+        layout = LAYOUTS[dialect] if cfg.head == "eagle3" else "eagle1"
+        taps = target.taps if cfg.head == "eagle3" else None
+        config = _published_config(cfg, taps, dialect, target)
+        said = remarks(Head(cfg, {}, taps, [], {}, layout, {}, config), target)
+        if not any(r.reader == dialect and r.is_harmful for r in said):
+            return dialect
+    return "own"
 
 
 def head_hash(head: str | Path) -> str:

@@ -425,7 +425,7 @@ def train_flops(job: Job, n_labels: int) -> float:
 def export(
     job: Job, state: TrainState, curve: list[dict[str, Any]], scale: jax.Array
 ) -> None:
-    """Writes the head in the official layout if it can, with what it belongs to.
+    """Writes the head in the official layout if it fits, with what it belongs to.
 
     Args:
       curve: held-out measurements over the training, the last one of these parameters.
@@ -460,9 +460,7 @@ def export(
                 job.draft,
                 params,
                 taps=setup.target_cfg.taps,
-                dialect="official"
-                if heads.is_official(job.draft, setup.target_cfg)
-                else "own",
+                dialect=heads.dialect_of(job.draft, setup.target_cfg),
                 meta=meta,
                 target=setup.target_cfg,
                 overwrite=True,

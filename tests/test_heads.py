@@ -572,6 +572,43 @@ def test_rope_scaling_is_read_under_both_key_names(
     assert heads.load_head(path).cfg.rope_scaling == scaling
 
 
+STORED = [
+    ({}, None, "official"),
+    ({"head": "eagle1", "vocab_size": 128}, None, "official"),
+    ({"head": "eagle1", "vocab_size": 128, "inputs": "feature"}, None, "own"),
+    ({}, (1, 2, 3), "sglang"),  # other layers than the official reader's
+    ({}, (2,), "sglang"),
+    ({}, (0, 2, 3), "own"),  # SGLang counts outputs, and 0 is none
+    ({"fc_norm": True, "norm_output": True}, None, "sglang"),
+    ({"norm_before_fc": True}, None, "own"),
+    ({"norm_before_residual": True}, None, "own"),
+    ({"qkv_bias": True}, None, "own"),
+]
+
+
+@pytest.mark.parametrize(("fields", "taps", "dialect"), STORED)
+def test_every_head_that_can_be_trained_has_a_layout_it_comes_back_from(
+    tmp_path: Path, fields: dict[str, Any], taps: tuple[int, ...] | None, dialect: str
+) -> None:
+    target = dataclasses.replace(TARGET, n_layers=8, taps=taps or (2, 4, 5))
+    n_features = 1 if "head" in fields else len(target.taps)
+    cfg, params = random_head(**fields, feature_size=n_features * TARGET.d_model)
+    if cfg.head == "eagle1":
+        params["draft_to_target"] = jnp.arange(TARGET.vocab_size)
+    assert heads.dialect_of(cfg, target) == dialect
+    own = {k: v for k, v in params.items() if k != "embed"}
+    heads.save_head(
+        tmp_path / "h", cfg, own, target.taps, dialect, meta=META, target=target
+    )
+    back = heads.load_head(tmp_path / "h", target)
+    assert back.cfg == cfg
+    if cfg.head == "eagle3":
+        assert back.taps == target.taps
+    elif dialect == "official":  # the whole vocabulary: nothing to map
+        own.pop("draft_to_target")
+    assert_same(back.params, own)
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [

@@ -334,6 +334,24 @@ def test_the_exported_head_reads_features_as_the_target_gives_them(
     np.testing.assert_array_equal(head.params["norm"], trained)
 
 
+@pytest.mark.parametrize(
+    ("taps", "norm"), [((1, 2, 5), ""), ((2, 4, 5), "norm_before_fc")]
+)
+def test_a_head_that_the_official_layout_cannot_express_is_stored_in_another(
+    setup, steps, tmp_path, taps, norm
+):
+    fields = {norm: True} if norm else {}
+    cfg = dataclasses.replace(
+        setup.cfg, taps=taps, draft=dataclasses.replace(setup.cfg.draft, **fields)
+    )
+    target_cfg = dataclasses.replace(setup.target_cfg, taps=taps)
+    job = plan(setup._replace(cfg=cfg, target_cfg=target_cfg), tmp_path)
+    trainer.fit(job)
+    head = heads.load_head(job.head, target_cfg)
+    assert head.taps == taps and head.cfg == job.draft
+    np.testing.assert_array_equal(head.params["norm"], float(job.n_steps))
+
+
 @pytest.mark.parametrize("norm", ["fc_norm", "norm_before_fc"])
 def test_features_that_are_normed_before_fuse_are_not_scaled(
     setup, steps, tmp_path, norm

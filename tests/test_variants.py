@@ -397,7 +397,7 @@ def test_heads_without_a_published_layout_come_back_exactly(name, tmp_path):
     own = {k: v for k, v in params["draft"].items() if k != "embed"}
     if cfg.draft.head == "eagle1":
         own.pop("head")
-    assert not heads.is_official(cfg.draft, T)
+    assert heads.dialect_of(cfg.draft, T) == "own"
     meta = {"target_hash": "tiny"}
     with pytest.raises(ValueError, match="no published layout"):
         heads.save_head(
