@@ -98,6 +98,25 @@ def test_the_readme_says_of_variants_what_the_lines_say():
             assert cells == [tree[0], chain[0], tree[1], chain[1]]
 
 
+def test_the_readme_says_of_training_data_what_the_lines_say():
+    rows = common.read_lines(ROOT / "experiments" / "results" / "variants.jsonl")
+    taus: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    for row in rows:
+        if row["temperature"] == 0:
+            taus[row["variant"]][row["task"]] = row["tau_pooled"]
+    words = " ".join((ROOT / "README.md").read_text().split())
+    (said,) = re.findall(
+        r"`eagle1_no_noise`\) tau is (\S+), which .*? `eagle1`'s (\S+)\. .*?"
+        r"`eagle1_fixed`\) it is (\S+): (\S+) on gsm8k and (\S+) in the mean of the others",
+        words,
+    )
+    names = ("eagle1_no_noise", "eagle1", "eagle1_fixed")
+    means = [np.mean(list(taus[name].values())) for name in names]
+    others = [tau for task, tau in taus["eagle1_fixed"].items() if task != "gsm8k"]
+    means += [taus["eagle1_fixed"]["gsm8k"], np.mean(others)]
+    assert said == tuple(f"{mean:.2f}" for mean in means)
+
+
 def test_the_readme_says_of_the_shipped_head_what_the_lines_say():
     rows = common.read_lines(ROOT / "experiments" / "results" / "shipped_eagle3.jsonl")
     small, large = (

@@ -588,7 +588,10 @@ STORED = [
 
 @pytest.mark.parametrize(("fields", "taps", "dialect"), STORED)
 def test_every_head_that_can_be_trained_has_a_layout_it_comes_back_from(
-    tmp_path: Path, fields: dict[str, Any], taps: tuple[int, ...] | None, dialect: str
+    tmp_path: Path,
+    fields: dict[str, Any],
+    taps: tuple[int, ...] | None,
+    dialect: heads.Dialect,
 ) -> None:
     target = dataclasses.replace(TARGET, n_layers=8, taps=taps or (2, 4, 5))
     n_features = 1 if "head" in fields else len(target.taps)
