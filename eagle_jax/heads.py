@@ -171,7 +171,7 @@ def dialect_of(cfg: DraftConfig, target: TargetConfig) -> Dialect:
     """Names the layout to store a head with the target's taps in, known before training.
 
     The official one if its reader would compute this very head, else SGLang's, else our
-    own: other taps, norms or rotary scaling may fit none that is published.
+    own. That of speculators is never chosen: it needs the target's embedding.
     """
     is_whole = cfg.vocab_size == target.vocab_size
     if cfg.head == "eagle3":

@@ -103,7 +103,7 @@ def of_heads() -> list[list[str]]:
     """The heads that come with the project, trained for longer."""
     given = ["--preset=full", "--prompts_per_set=20"]
     given += settings(train__features="stored", train__rows=2)
-    given += larger(10, 8, 60)  # EAGLE-3's for 8B: this tau is the papers'
+    given += larger(10, 8, 60)  # EAGLE-3's tree for 8B, to compare tau
     return [[f"--variant={variant}", *given] for variant in ("eagle3", "eagle2")]
 
 
