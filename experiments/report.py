@@ -5,6 +5,7 @@ python -m experiments.report --results=FILE_OR_FOLDER [--results=...] --out=DIR
 
 import collections
 import csv
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -410,6 +411,8 @@ def _sweeps(group: Group, out: Path) -> list[str | Table | Picture]:
         if rows:
             columns = ["variant", title.partition(" (")[0]]
             blocks.append(_sweep_table(group, stem, title, columns, rows))
+            if field == "train.supervised_tokens":
+                blocks += _reach(group, own)
             if field in plots.SWEPT:
                 caption = f"{title}, with 95 % intervals. {TAU} {SPEEDUP}"
                 blocks += _picture(
@@ -432,6 +435,45 @@ def _sweeps(group: Group, out: Path) -> list[str | Table | Picture]:
         columns = ["setting", "value"]
         blocks.append(_sweep_table(group, "choices", "choices", columns, rows))
     return blocks
+
+
+GOALS = (2.0, 2.5, 3.0)  # tau
+
+
+def _reach(group: Group, swept: list[results.Sweep]) -> list[str | Table | Picture]:
+    """What more training would take, read off the learning curve."""
+    rows: list[list[Cell]] = []
+    for one in swept:
+        found = results.reach(group, one)
+        if found is None:
+            continue
+        last, tau = found.points[-1]
+        cells = [_cell(last, ",.0f"), _cell(tau), _cell(found.per_doubling, "+.2f")]
+        needed = [found.tokens(goal) for goal in GOALS]
+        cells += [_cell(n, ".1e") if math.isfinite(n) else "never" for n in needed]
+        rows.append([one.variant, *cells, *_trained(one.points[-1][1])])
+    if not rows:
+        return []
+    columns = ["variant", "most supervised tokens", "its tau", "tau a doubling"]
+    columns += [*(f"tokens for tau {goal:g}" for goal in GOALS), *TRAINED_COLUMNS]
+    return [
+        Table(
+            f"{group.stem}_reach",
+            f"What more training would take: setting {group.name}",
+            columns,
+            rows,
+            [
+                "tau a doubling: what twice the supervised tokens gained, between the last "
+                "two points of the table above. tokens for tau: extrapolated from the last "
+                "point at that rate, a guess from below, since the gain of a doubling "
+                "shrinks as tokens grow, and it needs new conversations, not the same ones "
+                "again. A tau that was reached has the tokens of the first point at or "
+                "above it.",
+                TAU,
+                TRAINED,
+            ],
+        )
+    ]
 
 
 def _shown(value: Any) -> str:
@@ -465,7 +507,8 @@ def _sweep_table(
         [
             "Rows of one name share every other setting. difference: to the row of that "
             "name without one, paired by prompt. supervised tokens: labels seen in "
-            "training.",
+            "training; a head that was given (`--head`) may have seen other conversations "
+            "under other settings.",
             TAU,
             SPEEDUP,
             INTERVALS,

@@ -716,6 +716,43 @@ def sweeps(given: Group) -> list[Sweep]:
     return found
 
 
+class Reach(NamedTuple):
+    """What more training tokens gave last, and how many more of them would give.
+
+    Args:
+      points: supervised tokens and tau, in order.
+      per_doubling: what tau gained from twice the tokens, between the last two points.
+    """
+
+    points: list[tuple[int, float]]
+    per_doubling: float
+
+    def tokens(self, goal: float) -> float:
+        """Tokens for a tau, on a straight line in log tokens; infinite if never."""
+        last, tau = self.points[-1]
+        if tau >= goal:
+            return next(n for n, value in self.points if value >= goal)
+        if self.per_doubling <= 0:
+            return float("inf")
+        return float(last * np.exp2((goal - tau) / self.per_doubling))
+
+
+def reach(given: Group, swept: Sweep) -> Reach | None:
+    """Reads the learning curve of one head kind off a sweep of its training tokens."""
+    points = []
+    for _, entry in swept.points:
+        tau = mean(
+            [estimate(entry.rows.get(task), "tau_pooled") for task in given.sets]
+        )
+        tokens = trained_tokens(entry.first)
+        if tau and tokens:
+            points.append((tokens, tau.value))
+    if len(points) < 2:
+        return None
+    (before, low), (last, high) = points[-2:]
+    return Reach(points, float((high - low) / np.log2(last / before)))
+
+
 def _rank(value: Any) -> tuple[Any, ...]:
     if isinstance(value, dict):  # a tree
         return value.get("n_nodes") or 0, value.get("depth") or 0

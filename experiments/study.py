@@ -25,6 +25,7 @@ flags.DEFINE_bool("list", False, "Only print the commands.")
 # Given by the user, they go to every run, behind what a study says itself.
 HANDED_ON = ("config", "set", "out", "mesh", "data", "fixed_data", "questions", "batch")
 HANDED_ON += ("prompts_per_set", "max_new_tokens", "temperature")
+SHIPPED = common.ROOT / "experiments" / "heads" / "eagle3"
 
 
 def settings(**fields: object) -> list[str]:
@@ -88,6 +89,10 @@ def of_sweeps() -> list[list[str]]:
         ["--variant=eagle3", *base, *stored, *settings(train__supervised_tokens=n)]
         for n in (12_500, 25_000, 50_000, 100_000)
     ]
+    if not FLAGS[
+        "config"
+    ].present:  # the last point: the one that comes with the project
+        runs.append([f"--head={SHIPPED}", *base, *stored])
     deepest = settings(train__supervised_tokens=100_000)
     runs += [
         [
@@ -109,8 +114,7 @@ def of_heads() -> list[list[str]]:
 
 def of_batches() -> list[list[str]]:
     """The shipped EAGLE-3 head in batches of 1 to 16, in a tree that pays at batch 1."""
-    head = common.ROOT / "experiments" / "heads" / "eagle3"
-    given = [f"--head={head}", "--prompts_per_set=16", "--max_new_tokens=64"]
+    given = [f"--head={SHIPPED}", "--prompts_per_set=16", "--max_new_tokens=64"]
     given += settings(tree__width=2, tree__depth=1, tree__n_nodes=3)
     return [[f"--batch={batch}", *given] for batch in (1, 2, 4, 8, 16)]
 

@@ -51,6 +51,7 @@ class Job(NamedTuple):
     head: Path  # of the exported head
     features: Online | Store
     start: Params | None  # parameters to start from instead of fresh ones
+    before: dict[str, Any]  # what the head they are from recorded of its training
 
 
 def read_samples(setup: Setup, paths: tuple[Path, ...]) -> list[Sample]:
@@ -81,9 +82,9 @@ def plan(
     head = variants.head_config(variant, cfg, setup.target_cfg)
     kept, held_out = data.split(samples, cfg.train.held_out, cfg.seed)
     ids = data.draft_vocabulary(kept, setup.target_cfg.vocab_size, head.vocab_size)
-    start = None
+    start, before = None, {}
     if start_from is not None:
-        start = _starting_head(start_from, head, setup)
+        start, before = _starting_head(start_from, head, setup)
         ids = np.asarray(start.pop("draft_to_target"))
     tokens = sum(len(s.tokens) for s in kept)
     supervised = sum(int(s.mask.sum()) for s in kept)
@@ -125,10 +126,13 @@ def plan(
         head=out / "heads" / f"{variant.trained_as}-{name}",
         features=features,
         start=start,
+        before=before,
     )
 
 
-def _starting_head(folder: Path, draft: DraftConfig, setup: Setup) -> Params:
+def _starting_head(
+    folder: Path, draft: DraftConfig, setup: Setup
+) -> tuple[Params, dict[str, Any]]:
     head = heads.load_head(folder, target=setup.target_cfg)
     wanted = dataclasses.replace(head.cfg, dtype=draft.dtype)
     if wanted != draft:
@@ -139,7 +143,9 @@ def _starting_head(folder: Path, draft: DraftConfig, setup: Setup) -> Params:
             if getattr(wanted, field.name) != getattr(draft, field.name)
         ]
         raise ValueError(f"cannot start from {folder}: {'; '.join(differ)}")
-    return {name: leaf for name, leaf in head.params.items() if name != "embed"}
+    if head.meta.get("supervised_tokens") is None:
+        print(f"{folder} does not say how long it was trained: counted from here on")
+    return {k: leaf for k, leaf in head.params.items() if k != "embed"}, head.meta
 
 
 def _digest(samples: list[Sample]) -> str:
@@ -427,6 +433,8 @@ def export(
 ) -> None:
     """Writes the head in the official layout if it fits, with what it belongs to.
 
+    Tokens and operations count those of the head it was started from.
+
     Args:
       curve: held-out measurements over the training, the last one of these parameters.
 
@@ -439,12 +447,15 @@ def export(
     params["draft_to_target"] = job.draft_to_target
     if "fuse" in params:
         params["fuse"] = params["fuse"] / np.asarray(scale, params["fuse"].dtype)
+    n_before = job.before.get("supervised_tokens") or 0
+    flops_before = job.before.get("train_flops") or 0.0
+    curve = [point | {"tokens": n_before + point["tokens"]} for point in curve]
     meta = {
         "target_hash": setup.target_hash,
         "target_dtype": setup.cfg.precision,
-        "supervised_tokens": int(state.n_tokens),
+        "supervised_tokens": n_before + int(state.n_tokens),
         "n_trainable": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-        "train_flops": train_flops(job, int(state.n_tokens)),
+        "train_flops": flops_before + train_flops(job, int(state.n_tokens)),
         "seed": setup.cfg.seed,
         "commit": commit(),
         "held_out": curve[-1],

@@ -189,6 +189,31 @@ def test_a_head_that_was_given_is_swept_by_what_it_saw():
     assert [value for value, _ in sweep.points] == [1000, 9000]
 
 
+def test_what_more_training_would_take_is_read_off_the_last_doubling():
+    given = [
+        tuned("eagle3", supervised_tokens=n) | {"tau_pooled": tau}
+        for n, tau in ((10_000, 1.2), (20_000, 1.4), (80_000, 2.0))
+    ]
+    given = [
+        row | {"trained_tokens": n} for row, n in zip(given, (10, 20, 80), strict=True)
+    ]
+    (group,) = groups(given)
+    (swept,) = results.sweeps(group)
+    found = results.reach(group, swept)
+    assert found is not None
+    assert found.per_doubling == pytest.approx(0.3)
+    assert found.tokens(2.6) == pytest.approx(320)  # two doublings of 80
+    assert found.tokens(2.0) == 80 and found.tokens(1.3) == 20
+    assert found._replace(per_doubling=-0.1).tokens(3.0) == np.inf
+    (table,) = report._reach(group, [swept])
+    assert isinstance(table, Table)
+    assert [cell if isinstance(cell, str) else cell.value for cell in table.rows[0]][
+        :4
+    ] == ["eagle3", 80, 2.0, pytest.approx(0.3)]
+    alone = swept._replace(points=swept.points[:1])
+    assert results.reach(group, alone) is None and report._reach(group, [alone]) == []
+
+
 def test_finer_variants_stand_with_the_named_one_they_belong_to():
     names = [
         "small_draft_chain",

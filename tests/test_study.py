@@ -1,6 +1,8 @@
 """`study`: its runs are valid, go on where they stopped, and take the user's flags."""
 
+import itertools
 import shlex
+from pathlib import Path
 
 import drivers
 
@@ -11,16 +13,17 @@ from experiments import study, variants
 
 def test_every_run_names_variants_and_settings_that_exist():
     cfg = smollm2_135m.get_config()
-    for run in [*study.of_variants(True), *study.of_sweeps(), *study.of_heads()]:
+    studies = (study.of_variants(True), study.of_sweeps(), study.of_heads())
+    for run in itertools.chain(*studies, study.of_batches()):
         texts = [flag.removeprefix("--set=") for flag in run if "--set=" in flag]
         changed = config_lib.override(cfg, *texts)
-        (named,) = [flag for flag in run if flag.startswith("--variant=")]
-        names = named.removeprefix("--variant=").split(",")
+        flags = dict(flag.split("=", 1) for flag in run if "--set=" not in flag)
+        assert ("--variant" in flags) != ("--head" in flags)
+        if "--head" in flags:
+            assert (Path(flags["--head"]) / "config.json").exists()
+        names = flags.get("--variant", "eagle3").split(",")
         for name in variants.ALL if names == ["all"] else names:
             variants.apply(variants.parse(name), changed)
-    for run in study.of_batches():
-        texts = [flag.removeprefix("--set=") for flag in run if "--set=" in flag]
-        config_lib.override(cfg, *texts)
 
 
 def test_a_study_goes_on_where_it_stopped(tmp_path):

@@ -1,6 +1,7 @@
 """`trainer`: a run that is stopped goes on as if nothing had happened."""
 
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -153,13 +154,15 @@ def test_the_head_is_that_of_the_last_step_and_says_what_it_belongs_to(setup):
 # The loop itself, with steps that cost nothing.
 
 
-def plan(setup: Setup, out: Path, **changes: Any) -> Job:
+def plan(
+    setup: Setup, out: Path, start_from: Path | None = None, **changes: Any
+) -> Job:
     settings = dataclasses.replace(setup.cfg.train, **changes)
     cfg = dataclasses.replace(setup.cfg, train=settings)
     data = (drivers.home() / "train.jsonl",)
     setup = setup._replace(cfg=cfg)
     samples = trainer.read_samples(setup, data)
-    return trainer.plan(setup, variants.parse("eagle3"), samples, out)
+    return trainer.plan(setup, variants.parse("eagle3"), samples, out, start_from)
 
 
 class Steps:
@@ -350,6 +353,48 @@ def test_a_head_that_the_official_layout_cannot_express_is_stored_in_another(
     head = heads.load_head(job.head, target_cfg)
     assert head.taps == taps and head.cfg == job.draft
     np.testing.assert_array_equal(head.params["norm"], float(job.n_steps))
+
+
+def test_a_head_that_is_trained_on_counts_what_it_had_seen(
+    setup, steps, tmp_path, capsys
+):
+    first = plan(setup, tmp_path)
+    trainer.fit(first)
+    before = heads.load_head(first.head, setup.target_cfg)
+    second = plan(setup, tmp_path, first.head, learning_rate=1e-4)
+    assert second.head != first.head
+    assert second.start is not None
+    own_params = {k: before.params[k] for k in second.start}
+    jax.tree.map(np.testing.assert_array_equal, second.start, own_params)
+    trainer.fit(second)
+    after = heads.load_head(second.head, setup.target_cfg).meta
+    n = first.n_steps  # the stand-in counts one token a step
+    assert before.meta["supervised_tokens"] == n
+    assert after["supervised_tokens"] == n + second.n_steps
+    assert after["held_out"]["tokens"] == n + second.n_steps
+    assert after["learning_curve"][0]["tokens"] > n
+    own = trainer.train_flops(second, second.n_steps)
+    assert after["train_flops"] == before.meta["train_flops"] + own
+
+    config = second.head / "config.json"
+    told = json.loads(config.read_text())
+    del told["eagle_jax"]["supervised_tokens"], told["eagle_jax"]["train_flops"]
+    config.write_text(json.dumps(told))
+    capsys.readouterr()
+    third = plan(setup, tmp_path, second.head)
+    assert "does not say how long it was trained" in capsys.readouterr().out
+    trainer.fit(third)
+    meta = heads.load_head(third.head, setup.target_cfg).meta
+    assert meta["supervised_tokens"] == third.n_steps
+
+
+def test_training_on_is_refused_for_a_head_of_another_kind(setup, steps, tmp_path):
+    job = plan(setup, tmp_path)
+    trainer.fit(job)
+    smaller = dataclasses.replace(setup.cfg.draft, vocab_size=32)
+    cfg = dataclasses.replace(setup.cfg, draft=smaller)
+    with pytest.raises(ValueError, match=r"vocab_size=\d+, needed 32"):
+        plan(setup._replace(cfg=cfg), tmp_path, job.head)
 
 
 @pytest.mark.parametrize("norm", ["fc_norm", "norm_before_fc"])
