@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import json
 import re
 import shlex
 
@@ -115,6 +116,57 @@ def test_the_readme_says_of_training_data_what_the_lines_say():
     others = [tau for task, tau in taus["eagle1_fixed"].items() if task != "gsm8k"]
     means += [taus["eagle1_fixed"]["gsm8k"], np.mean(others)]
     assert said == tuple(f"{mean:.2f}" for mean in means)
+
+
+SWEPT = {  # label in the README: what every point changes, against 20,000 tokens
+    "unrolled steps 1 to 7": [{"variant": f"eagle3_ttt{i}"} for i in range(1, 8)],
+    "the same, chains of 6": [{"variant": f"eagle3_ttt{i}_chain"} for i in range(1, 8)],
+    "features of layer 2; 15; 27; 2, 15; 15, 27; 7, 15, 23": [
+        {"taps": taps} for taps in ([2], [15], [27], [2, 15], [15, 27], [7, 15, 23])
+    ],
+    "`draft.fc_norm`; `norm_before_fc`; `norm_output`; `norm_before_residual`": [
+        {f"draft.{name}": True}
+        for name in ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+    ],
+    "`train.mask=official`; `normaliser=slots`; `head_from_target=false`": [
+        {"train.mask": "official"},
+        {"train.normaliser": "slots"},
+        {"train.head_from_target": False},
+    ],
+    "12,500; 25,000; 50,000; 100,000 tokens": [
+        {"train.supervised_tokens": n} for n in (12_500, 25_000, 50_000, 100_000)
+    ],
+}
+
+
+def swept() -> list[tuple[str, str]]:
+    """Means over the sets of tau at every point of every sweep with trees of 16 nodes."""
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    usual: dict[str, object] = {}
+    for row in common.read_lines(ROOT / "experiments" / "results" / "sweeps.jsonl"):
+        assert row["n_identical"] == row["n_prompts"]
+        config = row["config"]
+        own = {"taps": config["taps"]}
+        for group in ("draft", "train"):
+            own |= {f"{group}.{key}": value for key, value in config[group].items()}
+        usual = usual or own  # the first run changes the unrolled steps alone
+        changed = {key: value for key, value in own.items() if value != usual[key]}
+        if row["variant"] != "eagle3":
+            changed["variant"] = row["variant"]
+        if row["max_new_tokens"] == 64 and row["batch"] == 4 and row["n_prompts"] == 8:
+            found[json.dumps(changed)].append(row["tau_pooled"])
+    table = []
+    for label, points in SWEPT.items():
+        taus = [found[json.dumps(point)] for point in points]
+        assert all(len(own) == 6 for own in taus), label
+        table.append((label, " ".join(f"{np.mean(own):.2f}" for own in taus)))
+    return table
+
+
+def test_the_readme_says_of_sweeps_what_the_lines_say():
+    text = (ROOT / "README.md").read_text()
+    for label, taus in swept():
+        assert f"| {label} | {taus} |" in text
 
 
 def test_the_readme_says_of_the_shipped_head_what_the_lines_say():
