@@ -89,9 +89,8 @@ def of_sweeps() -> list[list[str]]:
         ["--variant=eagle3", *base, *stored, *settings(train__supervised_tokens=n)]
         for n in (12_500, 25_000, 50_000, 100_000)
     ]
-    if not FLAGS[
-        "config"
-    ].present:  # the last point: the one that comes with the project
+    if not FLAGS["config"].present:
+        # The last point of the curve of data: the head that comes with the project.
         runs.append([f"--head={SHIPPED}", *base, *stored])
     deepest = settings(train__supervised_tokens=100_000)
     runs += [
