@@ -337,10 +337,7 @@ def scaling(given: Group) -> Figure | None:
 
 def _means(given: Group, sweep: results.Sweep, metric: str) -> list[Estimate | None]:
     """Means over all sets of the entries of a sweep."""
-    return [
-        results.mean([results.estimate(e.rows.get(s), metric) for s in given.sets])
-        for _, e in sweep.points
-    ]
+    return [results.over_sets(given, e, metric) for _, e in sweep.points]
 
 
 def _with_spread(

@@ -180,9 +180,7 @@ def _glance(groups: list[Group]) -> Table:
             for entry in group.entries:
                 if results.base(entry.variant) == "vanilla":
                     continue
-                value = results.mean(
-                    [results.estimate(entry.rows.get(s), metric) for s in group.sets]
-                )
+                value = results.over_sets(group, entry, metric)
                 found += [(value.value, entry.label)] if value else []
             value, label = max(found, default=(None, ""))
             row.append("-" if value is None else f"{value:.2f}\n{label}")
@@ -486,10 +484,12 @@ def _changed(group: Group, keys: list[str], entry: Entry, base: Entry) -> list[C
     """One row of a sweep: the entry's means, and how far they lie above the base's."""
     cells: list[Cell] = [*keys]
     for metric in ("tau_pooled", "speedup"):
-        values = [results.estimate(entry.rows.get(s), metric) for s in group.sets]
         gap = results.gaps(group, base, entry, metric)["mean"]
         same = entry is base
-        cells += [_cell(results.mean(values)), "" if same else _cell(gap, "+.2f")]
+        cells += [
+            _cell(results.over_sets(group, entry, metric)),
+            "" if same else _cell(gap, "+.2f"),
+        ]
     tokens = results.trained_tokens(entry.first)
     return [*cells, _cell(tokens, ",.0f"), *_trained(entry)]
 
@@ -795,12 +795,7 @@ def _batches(groups: list[Group]) -> Section | None:
             cells: list[Cell] = [variant]
             for g in own:
                 entry = g.used.get(variant)
-                value = None
-                if entry:
-                    values = [
-                        results.estimate(entry.rows.get(s), "speedup") for s in g.sets
-                    ]
-                    value = results.mean(values)
+                value = results.over_sets(g, entry, "speedup") if entry else None
                 cells.append(_cell(value) if value else NOT_MEASURED)
             entry = next(g.used[variant] for g in own if variant in g.used)
             tree = results.tree_name(entry.first)

@@ -493,6 +493,11 @@ def mean(estimates: list[Estimate | None]) -> Estimate | None:
     )
 
 
+def over_sets(given: Group, entry: Entry, metric: str) -> Estimate | None:
+    """Mean of an entry's numbers over all sets of its group."""
+    return mean([estimate(entry.rows.get(task), metric) for task in given.sets])
+
+
 def difference(a: Estimate, b: Estimate) -> Estimate:
     """b - a, on paired prompts where both have draws, else as independent."""
     value = b.value - a.value
@@ -741,9 +746,7 @@ def reach(given: Group, swept: Sweep) -> Reach | None:
     """Reads the learning curve of one head kind off a sweep of its training tokens."""
     points = []
     for _, entry in swept.points:
-        tau = mean(
-            [estimate(entry.rows.get(task), "tau_pooled") for task in given.sets]
-        )
+        tau = over_sets(given, entry, "tau_pooled")
         tokens = trained_tokens(entry.first)
         if tau and tokens:
             points.append((tokens, tau.value))
