@@ -118,7 +118,6 @@ class Store:
 
     def _compute(self, samples: list[Sample]) -> None:
         setup, cfg = self.setup, self.setup.cfg.train
-        samples = sorted(samples, key=lambda sample: -len(sample.tokens))
         by_start = {sample.start: sample for sample in samples}
         packed = data.pack(samples, range(len(samples)), cfg.row_length)
         total = sum(len(sample.tokens) for sample in samples)

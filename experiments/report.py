@@ -358,7 +358,8 @@ def _orderings(group: Group, metric: str, title: str, notes: list[str]) -> Table
             f"held: the right-hand variant has the larger {title}. The number is the "
             f"difference, with its 95 % bootstrap interval over prompts: paired by prompt "
             f"where the lines hold counts of each prompt, else as if the two were "
-            f"independent. unsure: the interval holds 0. trees: kind and nodes verified "
+            f"independent. unsure: the interval holds 0. not measured: one of the two was "
+            f"not, or speeds not in one run. trees: kind and nodes verified "
             f"of both, root included; a comparison of heads is fair only on one tree. A "
             f"chain has one node a level, so fewer than the trees.",
             "Sources of the claims: token < feature < eagle1, EAGLE-1, Figure 4; chain < "
@@ -506,7 +507,8 @@ def _sweep_table(
         rows,
         [
             "Rows of one name share every other setting. difference: to the row of that "
-            "name without one, paired by prompt. supervised tokens: labels seen in "
+            "name without one, paired by prompt; of speeds only within one run, else a "
+            "dash. supervised tokens: labels seen in "
             "training; a head that was given (`--head`) may have seen other conversations "
             "under other settings.",
             TAU,
@@ -673,7 +675,8 @@ def _acceptance(group: Group, out: Path) -> list[str | Table | Picture]:
         f"width; bins with fewer than {plots.LEAST} nodes are left out. Left: a node's "
         "probability given its parent, over nodes whose parent was accepted. Right: the "
         "product of probabilities from the root, over all nodes: what the dynamic tree "
-        "is built on. On the dashed line confidence is acceptance.",
+        "is built on. On the dashed line confidence is acceptance. Over the prompts that "
+        "were probed (`--probe`).",
     )
     blocks += _picture(
         group,
@@ -690,8 +693,9 @@ def _acceptance(group: Group, out: Path) -> list[str | Table | Picture]:
         "trees",
         plots.trees,
         "Where the drafted nodes of a step lie, and where accepted ones do: by depth and "
-        "by rank among siblings (0 is the draft's first choice), mean over sets. A row on "
-        "the right adds up to the acceptance at that depth.",
+        "by rank among siblings (0 is the draft's first choice), mean over sets, over the "
+        "prompts that were probed. A row on the right adds up to their acceptance at that "
+        "depth.",
     )
     drawn = {b.file for b in blocks if isinstance(b, Picture)}
     wanted = {

@@ -255,7 +255,8 @@ def _group(letter: str, setting: Setting, rows: list[Row]) -> Group:
         for by_set, label in zip(same, _labels(variant, same), strict=True):
             if len(by_set) < len(sets):
                 label += f", {len(by_set)} of {len(sets)} sets"
-            entries.append(Entry(variant, label, by_set))
+            ordered = {task: by_set[task] for task in sets if task in by_set}
+            entries.append(Entry(variant, label, ordered))
     used = _used(entries)
     for variant, entry in used.items():
         n = sum(e.variant == variant for e in entries)
@@ -559,12 +560,17 @@ def orderings(given: Group, metric: str) -> list[Verdict]:
 def gaps(
     given: Group, a: Entry | None, b: Entry | None, metric: str
 ) -> dict[str, Estimate | None]:
-    """How far b lies above a: by set, and in the mean ("mean")."""
+    """How far b lies above a: by set, and in the mean ("mean").
+
+    Speeds are compared within a run: between runs the machine may have changed.
+    """
     found: dict[str, Estimate | None] = {}
     for task in given.sets:
-        one = estimate(a.rows.get(task) if a else None, metric)
-        other = estimate(b.rows.get(task) if b else None, metric)
-        found[task] = difference(one, other) if one and other else None
+        rows = [e.rows.get(task, {}) if e else {} for e in (a, b)]
+        one, other = (estimate(row, metric) for row in rows)
+        runs = {row.get("baseline_tokens_per_second") for row in rows}
+        comparable = len(runs) == 1 or not metric.startswith("speedup")
+        found[task] = difference(one, other) if one and other and comparable else None
     return found | {"mean": mean(list(found.values()))}
 
 

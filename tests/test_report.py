@@ -324,6 +324,10 @@ def test_speedups_of_other_runs_are_named():
     assert results.apart(groups(rows[:4])[0]) == []
     (note,) = report._runs(group)
     assert "than most: eagle3, each" in note
+    for metric, known in (("tau_pooled", True), ("speedup", False)):
+        found = {v.higher: v.gaps["mean"] for v in results.orderings(group, metric)}
+        assert found["no_feature_loss"] is not None
+        assert (found["eagle3"] is not None) is known
     rows = [row | {"baseline_tokens_per_second": i} for i, row in enumerate(rows)]
     (note,) = report._runs(groups(rows)[0])
     assert note.startswith("Measured in several runs, each")
