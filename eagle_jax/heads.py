@@ -8,6 +8,7 @@ joined (`layers.merge`), and real token ids where files hold offsets. An export 
 if its own reader would misread it.
 """
 
+import base64
 import dataclasses
 import hashlib
 import json
@@ -147,6 +148,8 @@ def load_head(
         lm_head = f.tensors.get("lm_head.weight")
         if lm_head is not None and lm_head.shape == (sizes["U"], sizes["D"]):
             ids = _draft_to_target(f, sizes["U"], sizes["V"])
+    elif (ids := _recorded_vocabulary(f, sizes["V"])) is not None:
+        cfg = dataclasses.replace(cfg, vocab_size=len(ids))
     if f.faults:
         kind = f"{cfg.head} head ({layout} layout)"
         raise ValueError("\n  ".join([f"{file}: {kind} cannot be loaded", *f.faults]))
@@ -171,13 +174,13 @@ def dialect_of(cfg: DraftConfig, target: TargetConfig) -> Dialect:
     """Names the layout to store a head with the target's taps in, known before training.
 
     The official one if its reader would compute this very head, else SGLang's, else our
-    own. That of speculators is never chosen: it needs the target's embedding.
+    own. That of speculators is never chosen: it needs the target's embedding. Of EAGLE-1
+    heads other readers draft from all tokens, which needs no other weights.
     """
-    is_whole = cfg.vocab_size == target.vocab_size
     if cfg.head == "eagle3":
         is_published = cfg.feature == "taps"
     else:
-        is_published = cfg.head == "eagle1" and cfg.inputs == "both" and is_whole
+        is_published = cfg.head == "eagle1" and cfg.inputs == "both"
     for dialect in ("official", "sglang") if is_published else ():
         layout = LAYOUTS[dialect] if cfg.head == "eagle3" else "eagle1"
         taps = target.taps if cfg.head == "eagle3" else None
@@ -602,15 +605,36 @@ def _draft_to_target(f: _File, U: int, V: int) -> np.ndarray:
     return ids
 
 
+def _recorded_vocabulary(f: _File, V: int) -> np.ndarray | None:
+    """Returns the tokens an EAGLE-1 head was trained to draft; None are all of them.
+
+    Its layout has no place for them, so our record in config.json holds a bit a token.
+    """
+    text = (f.config.get("eagle_jax") or {}).get("draft_vocabulary")
+    if text is None:
+        return None
+    try:
+        bits = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
+    except (TypeError, ValueError):
+        bits = np.zeros(0, np.uint8)
+    ids = np.flatnonzero(np.unpackbits(bits))
+    if len(bits) != -(-V // 8) or not len(ids) or ids[-1] >= V:
+        f.faults.append(
+            f"eagle_jax.draft_vocabulary must be base64 of a bit for each of {V} tokens"
+        )
+        return None
+    return ids
+
+
 def _without_padding(
     cfg: DraftConfig, params: Params, vocab_size: int
 ) -> tuple[DraftConfig, Params]:
     params = dict(params)
     if "embed" in params:
         params["embed"] = params["embed"][:vocab_size]
-    if cfg.head == "eagle3":
+    if "draft_to_target" in params:
         vocab_size = int((params["draft_to_target"] < vocab_size).sum())
-        for name in ("head", "draft_to_target"):
+        for name in params.keys() & {"head", "draft_to_target"}:
             params[name] = params[name][:vocab_size]
     return dataclasses.replace(cfg, vocab_size=vocab_size), params
 
@@ -744,10 +768,8 @@ def save_head(
     rises = (
         ids.shape == (U,) and np.all(np.diff(ids) > 0) and 0 <= ids[0] <= ids[-1] < V
     )
-    if not rises or (not eagle3 and U != V):
-        faults.append(
-            f"draft_to_target must be {U} ascending ids below {V}, eagle1: all"
-        )
+    if not rises:
+        faults.append(f"draft_to_target must be {U} ascending ids below {V}")
     elif eagle3 and (dialect == "sglang" or U < V):
         tensors["d2t"] = ids.astype(np.int64) - np.arange(U)
         tensors["t2d"] = np.isin(np.arange(V), ids)
@@ -756,7 +778,16 @@ def save_head(
             "sglang stores no embedding, and the head's own is not known to be the "
             "target's: give embed to compare"
         )
-    record = {key: value for key, value in meta.items() if not key.startswith("taps")}
+    given_anew = {name for name in meta if name.startswith("taps")}
+    given_anew |= {
+        "draft_vocabulary",
+        "draft",
+        "target",
+    }  # the last two of our own layout
+    record = {name: meta[name] for name in meta if name not in given_anew}
+    if not eagle3 and U < V:
+        bits = np.packbits(np.isin(np.arange(V), ids))
+        record["draft_vocabulary"] = base64.b64encode(bits.tobytes()).decode()
     record |= {"taps": list(taps), "taps_convention": "input-to"} if taps else {}
     record |= {"taps_assumed": True} if is_guess else {}
     config = _published_config(cfg, taps, dialect, target) | {"torch_dtype": dtype}
@@ -965,6 +996,8 @@ def remarks(head: Head, target: TargetConfig | None = None) -> list[Remark]:
     say("official", full, "ignores d2t and t2d, the vocabularies being equal", False)
     say("sglang vllm", "t2d" in names, "ignores t2d", False)
     say("vllm", "fc.bias" in names, "has a version that builds fc without bias")
+    reduced = not eagle3 and "draft_vocabulary" in (config.get("eagle_jax") or {})
+    say("official sglang vllm", reduced, "drafts from the whole vocabulary", False)
     layers = flat.get("num_hidden_layers", 1) != 1
     say("sglang-jax", layers, "refuses num_hidden_layers other than 1")
     say("sglang-jax", embeds, "takes the target's embedding instead", False)
@@ -991,9 +1024,10 @@ def report(
     head = load_head(path, target, taps)
     shapes = [f"  {n} {t} {list(s)}" for n, (t, s) in sorted(head.tensors.items())]
     fields = dataclasses.asdict(head.cfg) | {"taps (inputs of layers)": head.taps}
+    record = {name: v for name, v in head.meta.items() if name != "draft_vocabulary"}
     lines = [
         f"{head.cfg.head} head, {head.layout} layout, {len(shapes)} tensors",
-        f"recorded by its export: {head.meta or 'nothing'}",
+        f"recorded by its export: {record or 'nothing'}",
         *(f"  {name} = {value}" for name, value in fields.items() if name != "dtype"),
         *shapes,
         *(f"note: {note}" for note in head.notes),

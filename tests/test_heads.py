@@ -575,6 +575,7 @@ def test_rope_scaling_is_read_under_both_key_names(
 STORED = [
     ({}, None, "official"),
     ({"head": "eagle1", "vocab_size": 128}, None, "official"),
+    ({"head": "eagle1", "vocab_size": 64}, None, "official"),
     ({"head": "eagle1", "vocab_size": 128, "inputs": "feature"}, None, "own"),
     ({}, (1, 2, 3), "sglang"),  # other layers than the official reader's
     ({}, (2,), "sglang"),
@@ -597,7 +598,8 @@ def test_every_head_that_can_be_trained_has_a_layout_it_comes_back_from(
     n_features = 1 if "head" in fields else len(target.taps)
     cfg, params = random_head(**fields, feature_size=n_features * TARGET.d_model)
     if cfg.head == "eagle1":
-        params["draft_to_target"] = jnp.arange(TARGET.vocab_size)
+        step = TARGET.vocab_size // cfg.vocab_size
+        params["draft_to_target"] = jnp.arange(TARGET.vocab_size)[step - 1 :: step]
     assert heads.dialect_of(cfg, target) == dialect
     own = {k: v for k, v in params.items() if k != "embed"}
     heads.save_head(
@@ -607,9 +609,41 @@ def test_every_head_that_can_be_trained_has_a_layout_it_comes_back_from(
     assert back.cfg == cfg
     if cfg.head == "eagle3":
         assert back.taps == target.taps
-    elif dialect == "official":  # the whole vocabulary: nothing to map
-        own.pop("draft_to_target")
+    elif dialect == "official" and cfg.vocab_size == TARGET.vocab_size:
+        own.pop("draft_to_target")  # nothing to map
     assert_same(back.params, own)
+
+
+def test_our_own_layout_is_left_behind_by_an_export(tmp_path: Path) -> None:
+    cfg, params = random_head(head="eagle1", feature_size=TARGET.d_model, vocab_size=64)
+    own = {k: v for k, v in params.items() if k != "embed"}
+    own["draft_to_target"] = jnp.arange(0, TARGET.vocab_size, 2)
+    meta, taps = META, TARGET.taps
+    for name in ("own", "official"):
+        heads.save_head(tmp_path / name, cfg, own, taps, name, meta=meta, target=TARGET)
+        back = heads.load_head(tmp_path / name, TARGET)
+        assert back.cfg == cfg
+        assert_same(back.params, own)
+        meta = back.meta
+
+
+@pytest.mark.parametrize(
+    "text", ["", "AA==", "?" * 24, 7, ["A"], "/" * 24, "A" * 22 + "==", "/" * 22 + "=="]
+)
+def test_a_damaged_vocabulary_of_an_eagle1_head_is_refused(
+    tmp_path: Path, text: Any
+) -> None:
+    target = dataclasses.replace(TARGET, vocab_size=124)  # the last of 16 bytes is half
+    cfg, params = random_head(head="eagle1", feature_size=TARGET.d_model, vocab_size=62)
+    params["draft_to_target"] = jnp.arange(0, 124, 2)
+    own = {k: v for k, v in params.items() if k != "embed"}
+    path = tmp_path / "h"
+    heads.save_head(path, cfg, own, None, "official", meta=META, target=target)
+    config = json.loads((path / "config.json").read_text())
+    assert len(config["eagle_jax"]["draft_vocabulary"]) == 24
+    edit(path, eagle_jax=META | {"draft_vocabulary": text})
+    with pytest.raises(ValueError, match="a bit for each of 124 tokens"):
+        heads.load_head(path, target)
 
 
 @pytest.mark.parametrize(
