@@ -778,13 +778,9 @@ def save_head(
             "sglang stores no embedding, and the head's own is not known to be the "
             "target's: give embed to compare"
         )
-    given_anew = {name for name in meta if name.startswith("taps")}
-    given_anew |= {
-        "draft_vocabulary",
-        "draft",
-        "target",
-    }  # the last two of our own layout
-    record = {name: meta[name] for name in meta if name not in given_anew}
+    stale = {"draft_vocabulary", "draft", "target"}  # by name: "target_hash" stays
+    stale |= {name for name in meta if name.startswith("taps")}
+    record = {name: value for name, value in meta.items() if name not in stale}
     if not eagle3 and U < V:
         bits = np.packbits(np.isin(np.arange(V), ids))
         record["draft_vocabulary"] = base64.b64encode(bits.tobytes()).decode()
