@@ -13,6 +13,7 @@ Every row of a file is kept, or skipped under a named reason that the `Report` c
 
 import collections
 import gzip
+import hashlib
 import itertools
 import os
 import pathlib
@@ -434,18 +435,29 @@ def _fit(sample: Sample, row_length: int, long_samples: str) -> tuple[Sample, st
 def split(
     samples: Sequence[Sample], held_out: float, seed: int
 ) -> tuple[list[Sample], list[Sample]]:
-    """Returns train and held-out samples; `held_out` is a share, rounded to 1 or more.
+    """Returns train and held-out samples, at least one of each.
+
+    A number drawn from the seed and a sample's own tokens holds it out with probability
+    `held_out`: beside other data, or in another order, it stays where it was. Training on
+    (`--start_from`) with more conversations never learns what was held out before.
 
     Raises:
       ValueError: fewer than two samples.
     """
     if len(samples) < 2:
         raise ValueError(f"a split needs at least 2 samples, got {len(samples)}")
-    n_held_out = min(max(round(held_out * len(samples)), 1), len(samples) - 1)
-    order = np.random.default_rng(seed).permutation(len(samples))
-    held = set(order[:n_held_out].tolist())
-    train = [sample for i, sample in enumerate(samples) if i not in held]
-    return train, [samples[i] for i in sorted(held)]
+    draws = np.array([_draw(seed, sample) for sample in samples])
+    held = draws < held_out
+    order = np.argsort(draws, kind="stable")
+    held[order[0]], held[order[-1]] = True, False
+    train = [sample for sample, out in zip(samples, held, strict=True) if not out]
+    return train, [sample for sample, out in zip(samples, held, strict=True) if out]
+
+
+def _draw(seed: int, sample: Sample) -> float:
+    """Returns a number in [0, 1) that is the same for equal tokens."""
+    digest = hashlib.sha256(f"{seed} {sample.tokens.tolist()}".encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def pack(

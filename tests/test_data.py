@@ -368,12 +368,25 @@ def test_split_is_a_deterministic_partition_with_both_parts_filled():
     samples = random_samples(20, 8)
     train, held = data.split(samples, 0.1, seed=3)
     again, _ = data.split(samples, 0.1, seed=3)
-    assert len(held) == 2 and list(map(id, train)) == list(map(id, again))
+    assert list(map(id, train)) == list(map(id, again))
     assert sorted(map(id, train + held)) == sorted(map(id, samples))
     assert [len(part) for part in data.split(samples[:2], 0.99, seed=0)] == [1, 1]
     assert [len(part) for part in data.split(samples, 0.001, seed=0)] == [19, 1]
     with pytest.raises(ValueError, match="at least 2 samples"):
         data.split(samples[:1], 0.5, seed=0)
+    assert [len(part) for part in data.split(samples[:1] * 3, 0.01, seed=0)] == [2, 1]
+
+
+def test_what_is_held_out_stays_so_beside_other_data():
+    samples = random_samples(2000, 24)
+    _, before = data.split(samples[:1000], 0.05, seed=0)
+    train, after = data.split([*samples[:0:-1], *samples[:900], samples[0]], 0.05, 0)
+    assert {id(sample) for sample in before} <= {id(sample) for sample in after}
+    learnt = {sample.tokens.tobytes() for sample in train}
+    assert not any(sample.tokens.tobytes() in learnt for sample in after)
+    assert 30 <= len(before) <= 70
+    _, other = data.split(samples[:1000], 0.05, seed=1)
+    assert {id(sample) for sample in before} != {id(sample) for sample in other}
 
 
 def test_pack_keeps_every_sample_whole():
