@@ -18,6 +18,7 @@ from experiments import ablate, common, variants
 ROOT = drivers.ROOT
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += sorted((ROOT / "experiments").glob("*.py"))
+SHIPPED = ROOT / "experiments" / "heads" / "eagle3"
 COMMAND = re.compile(r"python -m experiments\.\w+(?:[^\n`\"\\]|\\\n|\"[^\"\n]*\")*")
 
 
@@ -144,8 +145,12 @@ def swept() -> list[tuple[str, str]]:
     """Means over the sets of tau at every point of every sweep with trees of 16 nodes."""
     found: dict[str, list[float]] = collections.defaultdict(list)
     usual: dict[str, object] = {}
+    shipped = heads.head_hash(SHIPPED)
     for row in common.read_lines(ROOT / "experiments" / "results" / "sweeps.jsonl"):
         assert row["n_identical"] == row["n_prompts"]
+        if row["head"] == shipped:
+            found["shipped"].append(row["tau_pooled"])
+            continue
         config = row["config"]
         own = {"taps": config["taps"]}
         for group in ("draft", "train"):
@@ -159,6 +164,12 @@ def swept() -> list[tuple[str, str]]:
     table = []
     for label, points in SWEPT.items():
         taus = [found[json.dumps(point)] for point in points]
+        if "train.supervised_tokens" in points[0]:  # the head for use is the last point
+            tokens = json.loads((SHIPPED / "config.json").read_text())["eagle_jax"]
+            label = label.replace(
+                " tokens", f"; {tokens['supervised_tokens']:,} tokens"
+            )
+            taus.append(found["shipped"])
         assert all(len(own) == 6 for own in taus), label
         table.append((label, " ".join(f"{np.mean(own):.2f}" for own in taus)))
     return table
@@ -184,8 +195,10 @@ def test_the_readme_says_of_the_shipped_head_what_the_lines_say():
     rows = common.read_lines(ROOT / "experiments" / "results" / "shipped_eagle3.jsonl")
     small, large = (
         {row["task"]: row for row in rows if row["tree"]["n_nodes"] == n}
-        for n in (4, 16)
+        for n in (4, 60)
     )
+    assert {row["head"] for row in rows} == {heads.head_hash(SHIPPED)}
+    assert all(row["n_prompts"] == 20 for row in rows)
     tree = smollm2_135m.get_config().tree
     shape = {"width": tree.width, "depth": tree.depth, "n_nodes": tree.n_nodes}
     assert all(row["tree"].items() >= shape.items() for row in small.values())
@@ -204,6 +217,27 @@ def test_the_readme_says_of_the_shipped_head_what_the_lines_say():
         assert tau == f"{np.mean([row['tau_pooled'] for row in other]):.2f}"
         assert int(same) == sum(row["n_identical"] for row in own)
         assert int(of) == sum(row["n_prompts"] for row in own)
+    tokens = {row["trained_tokens"] for row in rows}
+    assert f"A head of {tokens.pop() / 1e6:.1f} million supervised tokens" in text
+    assert not tokens
+
+
+def test_the_readme_says_of_batches_what_the_lines_say():
+    rows = common.read_lines(ROOT / "experiments" / "results" / "batches.jsonl")
+    found = collections.defaultdict(list)
+    for row in rows:
+        assert row["head"] == heads.head_hash(SHIPPED)
+        assert row["n_identical"] + row["n_near_tie"] == row["n_prompts"] == 16
+        found[row["batch"]].append(row)
+    keys = ("tau_pooled", "tokens_per_second", "baseline_tokens_per_second", "speedup")
+    lines = {"tau": ".2f", "tokens/s": ".0f", "plain tokens/s": ".0f", "speedup": ".2f"}
+    text = (ROOT / "README.md").read_text()
+    assert f"| batch | {' | '.join(map(str, found))} |" in text
+    for key, (label, form) in zip(keys, lines.items(), strict=True):
+        means = [np.mean([row[key] for row in own]) for own in found.values()]
+        assert all(len(own) == 6 for own in found.values())
+        cells = " | ".join(format(mean, form) for mean in means)
+        assert f"| {label} | {cells} |" in text
 
 
 def test_the_readme_says_of_the_eagle2_head_what_the_lines_say():
