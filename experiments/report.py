@@ -464,9 +464,10 @@ def _reach(group: Group, swept: list[results.Sweep]) -> list[str | Table | Pictu
             [
                 "tau a doubling: what twice the supervised tokens gained, between the last "
                 "two points of the table above. tokens for tau: extrapolated from the last "
-                "point at that rate, a guess from below, since the gain of a doubling "
-                "shrinks as tokens grow, and it needs new conversations, not the same ones "
-                "again. A tau that was reached has the tokens of the first point at or "
+                "point at that rate, a guess: the gain of a doubling shrinks as tokens "
+                "grow, but a token learned in two epochs counts twice here, so that a last "
+                "point of many epochs gains less than as many tokens of new conversations "
+                "would. A tau that was reached has the tokens of the first point at or "
                 "above it.",
                 TAU,
                 TRAINED,

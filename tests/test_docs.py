@@ -220,6 +220,15 @@ def test_the_readme_says_of_the_shipped_head_what_the_lines_say():
     tokens = {row["trained_tokens"] for row in rows}
     assert f"A head of {tokens.pop() / 1e6:.1f} million supervised tokens" in text
     assert not tokens
+    card = (SHIPPED / "README.md").read_text()
+    for own, shown in (
+        (large, "in EAGLE-3's tree of 60 nodes"),
+        (small, "with 4 nodes"),
+    ):
+        taus = [row["tau_pooled"] for row in own.values()]
+        assert f"{np.mean(taus):.2f} {shown}" in card
+    sets = "; ".join(f"{task} {row['tau_pooled']:.2f}" for task, row in large.items())
+    assert f"({sets}; " in card
 
 
 def test_the_readme_says_of_batches_what_the_lines_say():
@@ -246,7 +255,7 @@ def test_the_readme_says_of_the_eagle2_head_what_the_lines_say():
     words = " ".join((ROOT / "README.md").read_text().split())
     (said,) = re.findall(
         r"It has tau (\S+) and speedup (\S+) with the default tree, and tau (\S+) in "
-        r"EAGLE-3's \(",
+        r"EAGLE-3's tree of 60 nodes",
         words,
     )
     means = {}
