@@ -32,8 +32,9 @@ TAU = (
 )
 INTERVALS = (
     "[low, high]: 95 % bootstrap interval over prompts: what other prompts would change, "
-    "not the machine's noise from run to run. The mean is that of the sets, each with "
-    "equal weight; it needs all of them."
+    "not the machine's noise from run to run; for speeds in batches it is over batches, "
+    "with none below four. The mean is that of the sets, each with equal weight; it needs "
+    "all of them."
 )
 SPEEDUP = (
     "speedup: mean over prompts of tokens per second, over that of plain decoding of the "

@@ -433,19 +433,28 @@ def estimate(row: Row | None, metric: str) -> Estimate | None:
 
 
 def _draws(row: Row, metric: str) -> np.ndarray | None:
-    """Bootstraps tau or speedup from `by_prompt`; the same seed pairs all variants."""
+    """Bootstraps tau or speedup from `by_prompt`; the same seed pairs all variants.
+
+    The prompts of a batch were decoded together and share its time, so for speeds whole
+    batches are drawn; fewer than four say too little.
+    """
     ours = _counts(row, "by_prompt")
     n = len(ours.get("steps", ()))
     if n < 2:
         return None
-    at = metrics.prompt_draws(n, seed=0)
     if metric == "tau_pooled":
+        at = metrics.prompt_draws(n, seed=0)
         return _ratio(ours["emitted"][at].sum(1), ours["steps"][at].sum(1))
     plain = _counts(row, "baseline_by_prompt")
     if metric not in ("speedup", "speedup_with_prefill") or not plain:
         return None
+    size = int(row.get("batch") or 1)
+    starts = np.arange(0, n, size)
+    if size > 1 and len(starts) < 4:
+        return None
+    at = metrics.prompt_draws(len(starts), seed=0)
     fast, slow = (_speeds(x, metric == "speedup_with_prefill") for x in (ours, plain))
-    return _ratio(_average(fast[at]), _average(slow[at]))
+    return _ratio(_average(fast, starts, at), _average(slow, starts, at))
 
 
 def _counts(row: Row, name: str) -> dict[str, np.ndarray]:
@@ -459,9 +468,12 @@ def _speeds(counts: dict[str, np.ndarray], with_prefill: bool) -> np.ndarray:
     return _ratio(np.where(tokens > 0, tokens, np.nan), seconds)
 
 
-def _average(speeds: np.ndarray) -> np.ndarray:
+def _average(speeds: np.ndarray, starts: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Mean speed of the prompts of drawn batches, which begin at `starts`."""
     real = np.isfinite(speeds)
-    return _ratio(np.where(real, speeds, 0).sum(1), real.sum(1))
+    sums = np.add.reduceat(np.where(real, speeds, 0), starts)
+    counts = np.add.reduceat(real, starts, dtype=int)
+    return _ratio(sums[at].sum(1), counts[at].sum(1))
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:

@@ -268,6 +268,26 @@ def test_the_speedup_of_the_counts_is_the_speedup_of_the_line():
     assert results.estimate(row, "speedup").drawn is None  # type: ignore[union-attr]
 
 
+def test_speeds_in_batches_are_drawn_by_batches():
+    row = line("eagle3", "qa") | {"batch": 2}
+    ours, plain = row["by_prompt"], row["baseline_by_prompt"]
+    rng = np.random.default_rng(1)
+    for counts in (ours, plain):  # the prompts of a batch have its time
+        counts["seconds"] = np.repeat(rng.uniform(1, 2, 5), 2).tolist()
+    fast, slow = (
+        np.array(counts["tokens"]) / np.array(counts["seconds"])
+        for counts in (ours, plain)
+    )
+    at = np.random.default_rng(0).integers(5, size=(1000, 5))
+    pairs = np.concatenate([2 * at, 2 * at + 1], axis=1)
+    draws = [fast[i].mean() / slow[i].mean() for i in pairs]
+    found = results.estimate(row, "speedup")
+    assert found and found[1:3] == pytest.approx(np.quantile(draws, [0.025, 0.975]))
+    few = results.estimate(row | {"batch": 4}, "speedup")  # three batches
+    assert few == Estimate(row["speedup"])
+    assert results.estimate(row | {"batch": 4}, "tau_pooled").low is not None  # type: ignore[union-attr]
+
+
 def test_the_mean_needs_every_set_and_has_a_narrower_interval():
     parts = [Estimate(2.0, 1.0, 3.0), Estimate(4.0, 3.0, 5.0)]
     found = results.mean([*parts])
