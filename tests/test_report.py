@@ -269,7 +269,7 @@ def test_the_speedup_of_the_counts_is_the_speedup_of_the_line():
 
 
 def test_speeds_in_batches_are_drawn_by_batches():
-    row = line("eagle3", "qa") | {"batch": 2}
+    row: dict[str, Any] = line("eagle3", "qa") | {"batch": 2}
     ours, plain = row["by_prompt"], row["baseline_by_prompt"]
     rng = np.random.default_rng(1)
     for counts in (ours, plain):  # the prompts of a batch have its time
