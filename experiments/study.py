@@ -89,6 +89,12 @@ def of_sweeps() -> list[list[str]]:
         ["--variant=eagle3", *base, *stored, *settings(train__supervised_tokens=n)]
         for n in (12_500, 25_000, 50_000, 100_000)
     ]
+    # EAGLE-1's input study once more, on four times the tokens of all variants' budget:
+    # does the order of its Figure 4 come with training?
+    inputs = "token,feature,eagle1"
+    chains = ",".join(f"{name}_chain" for name in inputs.split(","))
+    more = settings(train__supervised_tokens=400_000)
+    runs.append([f"--variant={inputs},{chains}", *base, *stored, *more])
     if not FLAGS["config"].present:
         # The last point of the curve of data: the head that comes with the project.
         runs.append([f"--head={SHIPPED}", *base, *stored])
