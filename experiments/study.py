@@ -26,6 +26,8 @@ flags.DEFINE_bool("list", False, "Only print the commands.")
 HANDED_ON = ("config", "set", "out", "mesh", "data", "fixed_data", "questions", "batch")
 HANDED_ON += ("prompts_per_set", "max_new_tokens", "temperature")
 SHIPPED = common.ROOT / "experiments" / "heads" / "eagle3"
+DATA = common.ROOT / "experiments" / "data"
+EMBEDDED = (DATA / "train.jsonl.gz", DATA / "synthetic.jsonl.gz")
 
 
 def settings(**fields: object) -> list[str]:
@@ -89,11 +91,13 @@ def of_sweeps() -> list[list[str]]:
         ["--variant=eagle3", *base, *stored, *settings(train__supervised_tokens=n)]
         for n in (12_500, 25_000, 50_000, 100_000)
     ]
-    # EAGLE-1's input study once more, on four times the tokens of all variants' budget:
-    # does the order of its Figure 4 come with training?
+    # EAGLE-1's input study once more, on four times the tokens of all variants' budget,
+    # all distinct: does the order of its Figure 4 come with training?
     inputs = "token,feature,eagle1"
     chains = ",".join(f"{name}_chain" for name in inputs.split(","))
     more = settings(train__supervised_tokens=400_000)
+    if not FLAGS.data:
+        more += [f"--data={path}" for path in EMBEDDED]
     runs.append([f"--variant={inputs},{chains}", *base, *stored, *more])
     if not FLAGS["config"].present:
         # The last point of the curve of data: the head that comes with the project.
