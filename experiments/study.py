@@ -96,7 +96,7 @@ def of_sweeps() -> list[list[str]]:
     inputs = "token,feature,eagle1"
     chains = ",".join(f"{name}_chain" for name in inputs.split(","))
     more = settings(train__supervised_tokens=400_000)
-    if not FLAGS.data:
+    if not FLAGS["data"].present:
         more += [f"--data={path}" for path in EMBEDDED]
     runs.append([f"--variant={inputs},{chains}", *base, *stored, *more])
     if not FLAGS["config"].present:
