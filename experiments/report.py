@@ -97,7 +97,7 @@ def everything(rows: list[Row], path: Path) -> None:
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(
-            k for k, v in row.items() if not isinstance(v, dict | list)
+            k for k, v in row.items() if isinstance(v, str | int | float)
         )
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

@@ -370,7 +370,11 @@ def trained_tokens(row: Row) -> int | None:
 
 
 def _used(entries: list[Entry]) -> dict[str, Entry]:
-    """Chooses one entry a variant: set and trained as most variants, then the newest."""
+    """Chooses one entry a variant: set and trained as most variants are.
+
+    Of several such, the largest tree, so that variants are compared in the same one, and
+    then the newest.
+    """
     own = [_run(entry.first) for entry in entries]
     sharing = {
         item: len(
@@ -378,11 +382,12 @@ def _used(entries: list[Entry]) -> dict[str, Entry]:
         )
         for item in set().union(*own)
     }
-    used: dict[str, tuple[int, Entry]] = {}
+    used: dict[str, tuple[tuple[int, int], Entry]] = {}
     for entry, items in zip(entries, own, strict=True):
-        shared = sum(sharing[item] for item in items)
-        if entry.variant not in used or shared >= used[entry.variant][0]:
-            used[entry.variant] = shared, entry
+        n_nodes = (entry.first.get("tree") or {}).get("n_nodes") or 0
+        rank = sum(sharing[item] for item in items), n_nodes
+        if entry.variant not in used or rank >= used[entry.variant][0]:
+            used[entry.variant] = rank, entry
     return {variant: entry for variant, (_, entry) in used.items()}
 
 

@@ -13,7 +13,7 @@ import pytest
 from configs import smollm2_135m
 from eagle_jax import heads
 from eagle_jax.config import override
-from experiments import ablate, common, variants
+from experiments import ablate, common, report, results, variants
 
 ROOT = drivers.ROOT
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -281,3 +281,12 @@ def test_the_guide_says_of_passes_what_the_bench_says():
     for slots, row in re.findall(r"^\| ms, (\d+) slots \|(.*)\|$", text, re.M):
         names = [f"target forward, {n} nodes, {slots} slots" for n in sizes]
         assert cells(row) == [f"{took[name]:.1f}" for name in names]
+
+
+def test_the_committed_report_is_made_from_the_committed_lines(tmp_path):
+    lines = results.read([str(ROOT / "experiments" / "results")])
+    report.everything(lines.rows, tmp_path / "all.csv")
+    committed = ROOT / "experiments" / "results" / "report" / "all.csv"
+    assert committed.read_text() == (tmp_path / "all.csv").read_text(), (
+        "make it anew: python -m experiments.report --out=experiments/results/report"
+    )

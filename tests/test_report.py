@@ -152,6 +152,17 @@ def test_comparisons_use_the_entry_set_as_most_variants():
         assert group.used["eagle3"].first["config"] == rows[0]["config"]
 
 
+def test_comparisons_are_made_in_the_same_tree_whatever_was_measured_last():
+    rows = [
+        tuned(variant, tree=fake_results.DYNAMIC | {"n_nodes": n})
+        for variant, n in (("eagle2", 60), ("eagle2", 4), ("eagle3", 4), ("eagle3", 60))
+    ]
+    for given in (rows, rows[::-1]):
+        (group,) = groups(given)
+        used = [group.used[variant].first for variant in ("eagle2", "eagle3")]
+        assert [row["tree"]["n_nodes"] for row in used] == [60, 60]
+
+
 def test_an_entry_says_how_many_sets_it_lacks():
     rows = [bare("eagle3", "qa"), bare("eagle3", "sum"), bare("eagle2", "qa")]
     (group,) = groups(rows)
