@@ -191,6 +191,48 @@ def test_the_readme_says_of_sweeps_what_the_lines_say():
         assert f"| chains of 1 to 4 after 100,000 tokens, {label} | {cells} |" in text
 
 
+def test_the_readme_says_of_the_input_study_what_the_lines_say():
+    """At both budgets: all variants', and four times as many tokens."""
+    words = " ".join((ROOT / "README.md").read_text().split())
+    inputs = ("token", "feature", "eagle1")
+    lead, tau, first, second = {}, {}, {}, {}
+    for file in ("variants", "sweeps"):
+        rows = common.read_lines(ROOT / "experiments" / "results" / f"{file}.jsonl")
+        for name in (*inputs, *(f"{name}_chain" for name in inputs)):
+            own = [r for r in rows if r["variant"] == name and r["temperature"] == 0]
+            assert len({row["task"] for row in own}) == len(own) == 6
+            nodes = {row["tree"]["n_nodes"] for row in own}
+            assert nodes == {6 if "_chain" in name else 26}
+            tau[file, name] = np.mean([row["tau_pooled"] for row in own])
+            by_depth = np.mean([row["acceptance_by_depth"] for row in own], axis=0)
+            first[file, name], second[file, name] = by_depth[:2]
+            if file == "sweeps":
+                assert (
+                    f"With {own[0]['trained_tokens']:,} tokens, all distinct" in words
+                )
+        lead[file] = tau[file, "eagle1"] - tau[file, "feature"]
+    token, feature, eagle1 = [f"{tau['sweeps', name]:.2f}" for name in inputs]
+    chains = [f"{tau['sweeps', f'{name}_chain']:.2f}" for name in inputs]
+    few, more = (
+        [
+            f"{accepted[file, f'{name}_chain']:.2f}"
+            for accepted in (first, second)
+            for name in ("feature", "token")
+        ]
+        for file in ("variants", "sweeps")
+    )
+    for said in (
+        f"tau is {token} for `token`, {feature} for `feature` and {eagle1} for `eagle1`",
+        "in chains {}, {} and {}.".format(*chains),
+        "accepted in {} of the steps for `feature` and in {} for `token`, but the second "
+        "in {} against {}, where".format(*few),
+        "accepted in {} of the steps against {}, and behind in the second, {} against "
+        "{}.".format(*more),
+        f"is {lead['sweeps']:.2f} there, where it was {lead['variants']:.2f}.",
+    ):
+        assert said in words, said
+
+
 def test_the_readme_says_of_the_shipped_head_what_the_lines_say():
     rows = common.read_lines(ROOT / "experiments" / "results" / "shipped_eagle3.jsonl")
     small, large = (
