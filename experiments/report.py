@@ -360,7 +360,8 @@ def _orderings(group: Group, metric: str, title: str, notes: list[str]) -> Table
             f"difference, with its 95 % bootstrap interval over prompts: paired by prompt "
             f"where the lines hold counts of each prompt, else as if the two were "
             f"independent. unsure: the interval holds 0. not measured: one of the two was "
-            f"not, or speeds not in one run. trees: kind and nodes verified "
+            f"not, or speeds not in one run, or the two heads were trained on numbers of "
+            f"tokens that differ by more than a tenth. trees: kind and nodes verified "
             f"of both, root included; a comparison of heads is fair only on one tree. A "
             f"chain has one node a level, so fewer than the trees.",
             "Sources of the claims: token < feature < eagle1, EAGLE-1, Figure 4; chain < "
@@ -771,7 +772,9 @@ def _flatness(group: Group) -> Table | str:
             "of both chains reached; near 0 is flat. held: it falls less with "
             "training-time test (several unrolled steps) than without; unsure: the "
             "interval of the difference holds 0. eagle1_chain differs in features and "
-            "losses too, fused_chain and eagle3_ttt1_chain in the unrolled steps alone.",
+            "losses too, fused_chain and eagle3_ttt1_chain in the unrolled steps alone. "
+            "Heads trained on numbers of tokens that differ by more than a tenth are not "
+            "compared.",
             STEPWISE,
             TRAINED,
         ],

@@ -248,11 +248,15 @@ def _group(letter: str, setting: Setting, rows: list[Row]) -> Group:
                 by_set[row["task"]] = row
         raw.append((_variant(lines[0]), by_set))
     sets = sorted({task for _, by_set in raw for task in by_set}, key=_set_order)
+    tokens = [trained_tokens(next(iter(by_set.values()))) for _, by_set in raw]
+    known = [n for n in tokens if n is not None]
+    most = [n for n in known if 2 * sum(alike(n, m) for m in known) > len(known)]
+    seen = most[0] if most else None
     entries = []
     for variant in sorted({v for v, _ in raw}, key=order):
         same = [by_set for v, by_set in raw if v == variant]
         same.sort(key=lambda by_set: trained_tokens(next(iter(by_set.values()))) or 0)
-        for by_set, label in zip(same, _labels(variant, same), strict=True):
+        for by_set, label in zip(same, _labels(variant, same, seen), strict=True):
             if len(by_set) < len(sets):
                 label += f", {len(by_set)} of {len(sets)} sets"
             ordered = {task: by_set[task] for task in sets if task in by_set}
@@ -303,10 +307,12 @@ def _unroll(row: Row) -> tuple[str, int | None]:
     return row["variant"], known[1].get("ttt_steps", steps) if known else steps
 
 
-def _labels(variant: str, entries: list[dict[str, Row]]) -> list[str]:
-    """Names entries of one variant by the fields in which they differ from most."""
-    if len(entries) == 1:
-        return [variant]
+def _labels(variant: str, entries: list[dict[str, Row]], seen: int | None) -> list[str]:
+    """Names entries of one variant by the fields in which they differ from most.
+
+    A label also says how many tokens a head saw where most of its group saw another
+    number, `seen`, or have none in common.
+    """
     flat = [_flat(next(iter(rows.values()))) for rows in entries]
     names = sorted({name for one in flat for name in one})
     values = {name: [str(one.get(name)) for one in flat] for name in names}
@@ -325,6 +331,9 @@ def _labels(variant: str, entries: list[dict[str, Row]]) -> list[str]:
     labels = []
     for number, one in enumerate(flat):
         own = [name for name in shown if values[name][number] != usual[name]]
+        tokens = one["trained_tokens"]
+        if tokens and "trained_tokens" not in own and not alike(tokens, seen or 0):
+            own.insert(0, "trained_tokens")
         parts = [_field(name, one.get(name)) for name in own if name not in by_tree]
         parts += [trees[number]] if by_tree.intersection(own) else []
         told = ", ".join(parts[:4])
@@ -367,6 +376,13 @@ def trained_tokens(row: Row) -> int | None:
     if row.get("head") is None:
         return None
     return ((row.get("config") or {}).get("train") or {}).get("supervised_tokens")
+
+
+def alike(tokens: int | None, others: int | None) -> bool:
+    """Whether heads that saw so many tokens compare: within a tenth, if both are known."""
+    if tokens is None or others is None:
+        return True
+    return max(tokens, others) <= 1.1 * min(tokens, others)
 
 
 def _used(entries: list[Entry]) -> dict[str, Entry]:
@@ -562,16 +578,20 @@ class Verdict(NamedTuple):
 
 
 def orderings(given: Group, metric: str) -> list[Verdict]:
-    """Checks every pair of neighbours of the papers' orderings."""
+    """Checks every pair of neighbours of the papers' orderings, of heads that compare."""
     there = tuple(chain for chain in ALSO if chain[0] in given.used)
     verdicts = []
     for chain in ORDERINGS + there:
         for lower, higher in itertools.pairwise(chain):
             a, b = find(given, lower), find(given, higher)
-            found = gaps(given, a, b, metric)
+            found = gaps(given, a, b if _compare(a, b) else None, metric)
             trees = f"{tree_name(a.first)}; {tree_name(b.first)}" if a and b else ""
             verdicts.append(Verdict(chain, lower, higher, found, trees))
     return verdicts
+
+
+def _compare(a: Entry | None, b: Entry | None) -> bool:
+    return not (a and b) or alike(trained_tokens(a.first), trained_tokens(b.first))
 
 
 def gaps(
@@ -695,13 +715,17 @@ class Fall(NamedTuple):
 
 
 def falls(given: Group) -> list[Fall]:
-    """Compares chains trained with several unrolled steps to chains trained with one."""
+    """Compares chains trained with several unrolled steps to chains trained with one.
+
+    Heads that saw other numbers of tokens are not compared.
+    """
     found = []
     for with_test in ("eagle3_chain", "eagle3_ttt7_chain"):
         for without in ("fused_chain", "eagle1_chain", "eagle3_ttt1_chain"):
-            if with_test not in given.used or without not in given.used:
+            a, b = given.used.get(with_test), given.used.get(without)
+            if not a or not b or not _compare(a, b):
                 continue
-            ours, theirs = (chain_alpha(given.used[v]) for v in (with_test, without))
+            ours, theirs = chain_alpha(a), chain_alpha(b)
             n = min(len(ours), len(theirs)) - 1
             if n > 0:
                 pair = difference(ours[n], ours[0]), difference(theirs[n], theirs[0])

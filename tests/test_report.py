@@ -127,6 +127,29 @@ def test_lines_on_other_numbers_of_prompts_do_not_stand_for_a_variant():
     assert group.setting.prompts == 80 and len(group.entries) == 1
 
 
+def test_a_head_trained_for_longer_than_those_of_other_variants_says_so():
+    rows = [line(v, "qa", supervised_tokens=20_000) for v in ("eagle2", "eagle3")]
+    rows += [
+        line("lookup", "qa"),
+        line("hass", "qa", supervised_tokens=21_000),  # within a tenth
+        line("eagle1", "qa", supervised_tokens=400_000),
+        tuned("medusa", n_prompts=10, taps=[2]),
+        tuned("medusa", n_prompts=10, taps=[15], supervised_tokens=90_000),
+    ]
+    (group,) = groups(rows)
+    assert [e.label for e in group.entries] == [
+        "eagle1 (400,000 tokens)",
+        *("eagle2", "hass", "eagle3"),
+        "medusa (taps=[2], 20,137 tokens)",
+        "medusa (taps=[15], 90,137 tokens)",
+        "lookup",
+    ]
+    # Where half of them saw so many and half so many, all say how many they saw.
+    (group,) = groups([rows[0], line("eagle3", "qa", supervised_tokens=90_000)])
+    labels = ["eagle2 (20,000 tokens)", "eagle3 (90,000 tokens)"]
+    assert [e.label for e in group.entries] == labels
+
+
 def test_labels_tell_what_is_unusual_and_the_usual_entry_has_none():
     (group,) = groups(sweep())
     labels = [entry.label for entry in group.entries]
@@ -331,6 +354,25 @@ def test_orders_that_hold_and_that_do_not_and_that_were_not_measured():
     # Independent: the half-widths 0.1 and 0.1 add up to 0.14.
     gap = results.difference(Estimate(1.6, 1.5, 1.7), Estimate(1.8, 1.7, 1.9))
     assert results.says(gap) == "held\n+0.20 [+0.06, +0.34]"
+
+
+def test_heads_that_saw_other_numbers_of_tokens_are_not_compared():
+    """The order of two heads of which one was trained for longer says nothing."""
+    seen = {"eagle2": 20_000, "no_feature_loss": 21_900, "eagle3": 24_500}
+    rows = [line(v, "qa", n_prompts=2, supervised_tokens=n) for v, n in seen.items()]
+    rows += [
+        stepped(v, [0.5, 0.25]) | {"trained_tokens": n}
+        for v, n in (("eagle3_chain", 20_000), ("eagle1_chain", 9_000))
+    ]
+    (group,) = groups(rows)
+    found = {v.higher: v.gaps for v in results.orderings(group, "tau_pooled")}
+    assert found["no_feature_loss"]["qa"] is not None
+    assert found["eagle3"] == {"qa": None, "mean": None}
+    assert results.falls(group) == []
+    rows[-1]["trained_tokens"] = 19_000
+    assert len(results.falls(groups(rows)[0])) == 1
+    # What needs no training compares with everything.
+    assert results.alike(None, 20_000) and not results.alike(0, 20_000)
 
 
 def test_a_set_that_one_variant_lacks_is_not_measured_and_neither_is_the_mean():
