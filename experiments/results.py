@@ -251,7 +251,7 @@ def _group(letter: str, setting: Setting, rows: list[Row]) -> Group:
     tokens = [trained_tokens(next(iter(by_set.values()))) for _, by_set in raw]
     known = [n for n in tokens if n is not None]
     most = [n for n in known if 2 * sum(alike(n, m) for m in known) > len(known)]
-    seen = most[0] if most else None
+    seen = most[0] if most else 0  # no number in common: none is like it
     entries = []
     for variant in sorted({v for v, _ in raw}, key=order):
         same = [by_set for v, by_set in raw if v == variant]
@@ -307,11 +307,11 @@ def _unroll(row: Row) -> tuple[str, int | None]:
     return row["variant"], known[1].get("ttt_steps", steps) if known else steps
 
 
-def _labels(variant: str, entries: list[dict[str, Row]], seen: int | None) -> list[str]:
+def _labels(variant: str, entries: list[dict[str, Row]], seen: int) -> list[str]:
     """Names entries of one variant by the fields in which they differ from most.
 
     A label also says how many tokens a head saw where most of its group saw another
-    number, `seen`, or have none in common.
+    number, `seen`, or have none in common (0).
     """
     flat = [_flat(next(iter(rows.values()))) for rows in entries]
     names = sorted({name for one in flat for name in one})
@@ -332,7 +332,7 @@ def _labels(variant: str, entries: list[dict[str, Row]], seen: int | None) -> li
     for number, one in enumerate(flat):
         own = [name for name in shown if values[name][number] != usual[name]]
         tokens = one["trained_tokens"]
-        if tokens and "trained_tokens" not in own and not alike(tokens, seen or 0):
+        if tokens and "trained_tokens" not in own and not alike(tokens, seen):
             own.insert(0, "trained_tokens")
         parts = [_field(name, one.get(name)) for name in own if name not in by_tree]
         parts += [trees[number]] if by_tree.intersection(own) else []

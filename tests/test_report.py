@@ -584,6 +584,16 @@ def test_tables_of_the_papers_define_ours_and_say_what_the_heads_took():
         if spec.ours and any("EAGLE-2" in cells for cells in table.rows):
             told = "A eagle2: 9,800,000; 2.94e+12; 50,000; dynamic 26."
             assert told in notes, spec.table
+            assert "do not compare" not in notes
+
+
+def test_tables_of_the_papers_say_where_our_heads_saw_other_numbers_of_tokens():
+    for tokens, mixed in ((52_000, False), (90_000, True)):
+        rows = [line("eagle2", task) for task in SETS]
+        rows += [line("eagle3", task, supervised_tokens=tokens) for task in SETS]
+        made = {f"{s.paper} {s.table}": t for s, t in papers.tables(groups(rows))}
+        notes = " ".join(made["EAGLE-3 Table 1"].notes)
+        assert ("The heads of A saw numbers of tokens that differ" in notes) is mixed
 
 
 # Files -------------------------------------------------------------------------------
